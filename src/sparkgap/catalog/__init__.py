@@ -1,0 +1,1 @@
+"""From a model name to files, weights, tokenizer and chat template."""

@@ -1,0 +1,27 @@
+"""Where a model's tensors come from, whatever the file format."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """Tensors of a checkpoint by their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`, ...).
+
+    A source reads lazily from memory-mapped files: holding a source costs no copy of the model, and one tensor is
+    materialized at a time. GGUF names and layouts (permuted query and key rows) are translated by the source.
+    """
+
+    def names(self) -> Iterable[str]:
+        """All tensor names."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape without reading it. Raises CheckpointError naming a missing tensor."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """A tensor, dequantized to float32 if quantized, else in its stored dtype; may be a read-only view of the
+        mapped file. Raises CheckpointError naming a missing tensor."""
+        ...

@@ -1,0 +1,220 @@
+"""Settings, with all their validation. Imports no torch, so that `--help` and bad input answer at once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparkgap.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+"""Name of the model that is used when none is given."""
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Values of `EngineConfig.dtype`; `auto` is bfloat16."""
+
+MAX_LOGPROBS = 20
+"""Largest number of alternatives a request may ask for at each position (vLLM's limit)."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a request ended: `stop` (end of sequence, stop string or stop token), `length` or `abort`."""
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. Names and meanings are vLLM's.
+
+    Attributes:
+        n: number of completions of the prompt.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: number of most probable tokens kept; 0 or -1 keeps all.
+        min_p: tokens below this share of the most probable token's probability are dropped, in [0, 1].
+        seed: key of the counter-based random numbers; None draws one from the engine's seed.
+        max_tokens: most output tokens; None runs to the end of the context.
+        min_tokens: output tokens before end of sequence, stop tokens and stop strings can end the request.
+        stop: strings that end the request; not part of the text unless `include_stop_str_in_output`.
+        stop_token_ids: token ids that end the request.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        logprobs: number of most probable alternatives reported at each position; None reports none, 0 only
+            the chosen token. They are log-softmax of the model's logits before any processing.
+        presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, in [-2, 2].
+        repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; > 0.
+        logit_bias: token id -> value in [-100, 100] added to its logit.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the parameter.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check(_is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
+        _check(
+            _is_finite(self.temperature) and self.temperature >= 0,
+            f"temperature must be a finite number of at least 0, got {self.temperature!r}",
+        )
+        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
+        _check(
+            _is_integer(self.top_k) and self.top_k >= -1,
+            f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, got {self.top_k!r}",
+        )
+        _check(
+            _is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}"
+        )
+        _check(
+            self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
+            f"seed must be a 64-bit integer, got {self.seed!r}",
+        )
+        _check(
+            self.max_tokens is None or (_is_integer(self.max_tokens) and self.max_tokens >= 1),
+            f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}",
+        )
+        _check(
+            _is_integer(self.min_tokens)
+            and self.min_tokens >= 0
+            and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
+        )
+        _check(
+            self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+        _check(
+            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}",
+        )
+        self._check_stop()
+        self._check_logit_bias()
+
+    def _check_stop(self) -> None:
+        stop = self.stop_strings
+        _check(all(isinstance(s, str) for s in stop), f"stop must be a string or strings, got {self.stop!r}")
+        _check(all(stop), "stop must not contain an empty string")
+        _check(
+            all(_is_integer(i) and i >= 0 for i in self.stop_token_ids or ()),
+            f"stop_token_ids must be token ids of at least 0, got {self.stop_token_ids!r}",
+        )
+
+    def _check_logit_bias(self) -> None:
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check(
+                _is_integer(token_id) and token_id >= 0,
+                f"logit_bias keys must be token ids of at least 0, got {token_id!r}",
+            )
+            _check(
+                _is_finite(bias) and -100 <= bias <= 100,
+                f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}",
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check token ids against a model's vocabulary.
+
+        Raises:
+            ConfigError: a `logit_bias` or `stop_token_ids` id is not below `vocab_size`.
+        """
+        for name, ids in (
+            ("logit_bias", self.logit_bias or {}),
+            ("stop_token_ids", self.stop_token_ids or ()),
+        ):
+            for token_id in ids:
+                _check(
+                    token_id < vocab_size,
+                    f"{name} has token id {token_id}, outside the vocabulary of {vocab_size} tokens",
+                )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty when there is none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most probable token is always taken."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is loaded and run. Names follow vLLM where vLLM has them.
+
+    Attributes:
+        model: catalog name, directory, `.gguf` file or `hf:owner/name`.
+        dtype: one of `DTYPES`, of weights, activations and KV cache.
+        device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
+        max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
+        max_num_seqs: most sequences decoded together.
+        max_num_batched_tokens: most prompt tokens in one step (chunked prefill).
+        block_size: positions in one KV block.
+        kv_cache_memory_bytes: size of the KV cache; None sizes it for `max_num_seqs` sequences within a share
+            of the free memory, and never below one sequence of `max_model_len`.
+        seed: source of the seeds of requests that have none.
+        threads: compute threads; None takes the cores available to the process.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the setting.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    seed: int = 0
+    threads: int | None = None
+    allow_download: bool = field(default=True)
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "model must not be empty")
+        _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            value = getattr(self, name)
+            _check(
+                _is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}"
+            )
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_integer(value) and value >= 1),
+                f"{name} must be an integer of at least 1, got {value!r}",
+            )

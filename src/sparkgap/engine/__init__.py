@@ -1,0 +1,1 @@
+"""Requests: queue, continuous batching, KV blocks, stop conditions, detokenizing."""

@@ -1,0 +1,29 @@
+"""Errors a user can cause or meet. Each message is one line that names the thing and the remedy."""
+
+
+class SparkgapError(Exception):
+    """Base of every error that is reported to a user as one line (CLI exit status 2, HTTP 4xx/5xx)."""
+
+
+class ConfigError(SparkgapError, ValueError):
+    """A setting or sampling parameter is out of its range."""
+
+
+class ModelNotFoundError(SparkgapError):
+    """A model name, path or source does not lead to a model."""
+
+
+class DownloadError(SparkgapError):
+    """A model could not be fetched, verified or stored."""
+
+
+class CheckpointError(SparkgapError):
+    """A model's files are damaged, incomplete or do not fit their own configuration."""
+
+
+class UnsupportedModelError(SparkgapError):
+    """A model is well formed and of a kind that this engine does not run."""
+
+
+class PromptError(SparkgapError, ValueError):
+    """A prompt is empty, too long, not valid text, or cannot be rendered by the chat template."""

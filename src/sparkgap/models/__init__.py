@@ -1,0 +1,1 @@
+"""What networks compute, written in `ops` only."""

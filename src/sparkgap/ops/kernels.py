@@ -1,0 +1,175 @@
+"""The verbs models are written in. One interface; a device brings its implementation."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """One layer's paged keys and values.
+
+    Attributes:
+        keys, values: `[num_blocks, block_size, kv_heads, head_dim]`. Slot `s` is place `s % block_size` of block
+            `s // block_size`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache."""
+        return self.keys.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Positions in one block."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Rotation angles of each position, already scaled by the RoPE variant.
+
+    Attributes:
+        cos, sin: float32 `[max_positions, rotary_dim / 2]`, with any attention factor (yarn) multiplied in.
+            Feature `i` of a head is rotated with feature `i + rotary_dim / 2` (Hugging Face's "half" layout).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Which rows of a forward pass belong to which sequence, and where each sequence's KV lies.
+
+    Rows of a sequence are consecutive, sequences follow each other. All tensors are on the device.
+
+    Attributes:
+        positions: int64 `[rows]`, the position of each row in its sequence.
+        row_starts: int32 `[sequences + 1]`, first row of each sequence; the last entry is the number of rows.
+        block_tables: int32 `[sequences, max_blocks]`, block of positions `i * block_size ...`; unused entries
+            are any valid block.
+        max_rows: most rows of one sequence (host number, an upper bound).
+        max_length: most KV positions that any row sees (host number, an upper bound).
+    """
+
+    positions: Tensor
+    row_starts: Tensor
+    block_tables: Tensor
+    max_rows: int
+    max_length: int
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """A matrix product's weight in the form its kernels want; made by `Kernels.prepare_linear`.
+
+    Attributes:
+        weight: `[out_features, in_features]`.
+        bias: `[out_features]` or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        """Size of an input row."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Size of an output row."""
+        return self.weight.shape[0]
+
+
+class Kernels(ABC):
+    """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
+
+    Row operations never mix rows: what row `r` gives does not depend on which rows stand beside it (exactly on
+    devices with fixed-order kernels; within the reduction order of the library's matrix product in the torch
+    reference).
+    """
+
+    @abstractmethod
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of `table` `[vocab, hidden]` at `token_ids` int64 `[rows]`: `[rows, hidden]`."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32, in `x`'s dtype."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(s), s)` for `s = x + residual`."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """`x @ weight.T + bias`: `[rows, in_features]` -> `[rows, out_features]`."""
+
+    @abstractmethod
+    def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
+        """`x` `[rows, heads, head_dim]` rotated at `positions` int64 `[rows]`.
+
+        Features beyond the table's rotary_dim pass unchanged.
+        """
+
+    @abstractmethod
+    def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
+        """Write `keys` and `values` `[rows, kv_heads, head_dim]` at `slots` int64 `[rows]`; -1 writes nothing."""
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        queries: Tensor,
+        cache: KVCache,
+        rows: AttentionRows,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Causal attention of `queries` `[rows, heads, head_dim]` over the cache: same shape.
+
+        A row at position `p` sees its sequence's positions `0 ... p` (the last `sliding_window` of them, itself
+        included, where that is given). Query head `h` reads KV head `h // (heads / kv_heads)`.
+        """
+
+    @abstractmethod
+    def block_attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: KVCache,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        max_length: int = 0,
+    ) -> Tensor:
+        """Attention of draft blocks: each row sees its sequence's live context and its whole block.
+
+        Args:
+            queries: `[sequences, block_rows, heads, head_dim]`; row `i` stands at position `context_length + i`.
+            keys, values: `[sequences, block_rows, kv_heads, head_dim]`, the block's own.
+            cache: context KV; positions `0 ... context_length - 1` are seen.
+            context_lengths: int64 `[sequences]`, live lengths.
+            block_tables: int32 `[sequences, max_blocks]`.
+            scale: multiplies the dot products.
+            sliding_window: when given, a row sees positions above `its own - sliding_window` only.
+            max_length: upper bound of `context_lengths` (host number).
+
+        Returns:
+            `[sequences, block_rows, heads, head_dim]`.
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up` `[rows, 2 * features]`, gate first: `[rows, features]`."""

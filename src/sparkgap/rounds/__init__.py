@@ -1,0 +1,1 @@
+"""One decoding round: its state, its modes, its sampling."""

@@ -1,0 +1,97 @@
+"""The state a round reads and writes, and the interface the engine drives rounds through."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from sparkgap.config import SamplingParams
+
+
+@dataclass
+class Sequence:
+    """One running sequence.
+
+    Attributes:
+        sequence_id: unique number in the engine.
+        params: how tokens are chosen.
+        seed: 64-bit key of this sequence's random numbers.
+        prompt_token_ids: the prompt.
+        output_token_ids: tokens produced so far; the last one is the anchor (not yet in the KV cache).
+        num_computed_tokens: positions whose target KV is valid (P in the design).
+        block_table: KV blocks of positions `i * block_size ...`.
+    """
+
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens at positions `start ... end - 1`, of prompt and output as one text."""
+        prompt = len(self.prompt_token_ids)
+        if end <= prompt:
+            return self.prompt_token_ids[start:end]
+        head = self.prompt_token_ids[start:] if start < prompt else []
+        return head + self.output_token_ids[max(start - prompt, 0) : end - prompt]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, from the model's logits before any processing.
+
+    Attributes:
+        chosen: of the token that was taken.
+        rank: 1 for the most probable token, and so on.
+        top: `(token id, log-probability)` of the most probable tokens, best first.
+    """
+
+    chosen: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class SampledToken(NamedTuple):
+    """One new token, with its log-probabilities when the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens of `sequence` at positions `num_computed_tokens ... end - 1` are to be computed.
+
+    When `end` reaches all tokens of the sequence, the chunk's last row gives its next token.
+    """
+
+    sequence: Sequence
+    end: int
+
+
+class Runner(Protocol):
+    """Computes prompts and decode rounds. The engine owns requests and blocks; a runner owns models and caches.
+
+    A runner advances `num_computed_tokens` of the sequences it is given and appends nothing to
+    `output_token_ids`: the engine does, after it has looked for stop conditions.
+    """
+
+    num_lookahead_tokens: int
+    """Most positions from `num_computed_tokens` on that one decode round writes; their blocks must exist."""
+
+    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
+        """Compute prompt chunks of different sequences in one pass; the next token where a chunk is the last."""
+        ...
+
+    def decode(self, sequences: Seq[Sequence]) -> list[list[SampledToken]]:
+        """One round for each sequence: at least one new token each, in order."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget what the runner keeps for a sequence that has ended or is to be recomputed."""
+        ...
