@@ -90,9 +90,7 @@ class SamplingParams:
             _is_integer(self.top_k) and self.top_k >= -1,
             f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, got {self.top_k!r}",
         )
-        _check(
-            _is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}"
-        )
+        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
         _check(
             self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
             f"seed must be a 64-bit integer, got {self.seed!r}",
@@ -209,9 +207,7 @@ class EngineConfig:
         _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
-            _check(
-                _is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}"
-            )
+            _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
             value = getattr(self, name)
             _check(
