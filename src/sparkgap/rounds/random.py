@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox 4x32-10, keyed by a sequence's seed, a position and a purpose.
 
-The generator is stateless, so a token's random number is the same whether its sequence runs alone or in a batch, is
-recomputed after a preemption, or is drafted and verified in another mode. Source: Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3" (SC 2011).
+The generator is stateless, so a token's random number is the same whether its sequence runs alone or in a batch,
+is recomputed after a preemption, or is drafted and verified in another mode. Source: Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from collections.abc import Sequence as Seq
