@@ -99,8 +99,10 @@ def test_the_prompt_is_context_not_text(prompt, ids):
 @settings(deadline=None, max_examples=200)
 def test_no_piece_has_half_a_character(text):
     """Every byte a token of its own, with both kinds of tokenizers."""
-    data = text.encode()
-    for tokenizer, ids in ((BYTES, BYTES.of_bytes(data)), (FALLBACK, list(data))):
+    for tokenizer in (BYTES, FALLBACK):
+        # With byte fallback a replacement character spelled in bytes cannot be told from an invalid byte.
+        data = (text if tokenizer is BYTES else text.replace("\ufffd", "")).encode()
+        ids = BYTES.of_bytes(data) if tokenizer is BYTES else list(data)
         whole, pieces = tokenizer.decode(ids), stream(tokenizer, ids)
         assert "".join(pieces) == whole
         for index in range(len(data)):

@@ -73,8 +73,10 @@ class Detokenizer:
         return piece
 
     def _certain(self, text: str) -> str:
-        """What of `text` no further token changes. One replacement character at its end may stand for an incomplete
-        character, or several, one for each of its bytes."""
+        """What of `text` no further token changes.
+
+        An incomplete character at its end shows as one replacement character, or as one for each of its bytes.
+        """
         if not text.endswith(_REPLACEMENT):
             return text
         complete = len(text.rstrip(_REPLACEMENT))
