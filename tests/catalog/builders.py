@@ -64,7 +64,7 @@ def gguf_name(name: str) -> str:
 
 
 def permute(values: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows: pairs (i, i + half) become neighbours, head by head."""
+    """What llama.cpp's converter does to query and key rows: pairs (i, i + half) become neighbours."""
     rows = values.shape[0]
     half = rows // heads // 2
     order = [

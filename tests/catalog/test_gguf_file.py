@@ -182,8 +182,7 @@ def load_everything(path: Path) -> bool:
         tokenizer.decode(tokenizer.encode("some text 123"))
         for name in source.names():
             source.get(name)
-    except (CheckpointError, UnsupportedModelError) as error:
-        assert "\n" not in str(error)
+    except (CheckpointError, UnsupportedModelError):
         return False
     return True
 
