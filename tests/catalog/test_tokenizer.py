@@ -1,3 +1,4 @@
+import itertools
 import json
 import unicodedata
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ def test_default_model_has_the_ids_of_its_definition(
 def test_default_model_against_transformers_own_conversion(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
-    """transformers leaves out the cutting of digits (its pre-tokenizer is ByteLevel alone): equal everywhere else."""
+    """transformers does not cut digits apart (its pre-tokenizer is ByteLevel alone): equal everywhere else."""
     reference = transformers.AutoTokenizer.from_pretrained(
         default_model_path.parent, gguf_file=default_model_path.name
     )
@@ -374,11 +375,7 @@ def sentencepiece_encode(pieces: list[tuple[str, float, int]], text: str) -> lis
     ids = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     symbols = list(text.replace(" ", "▁"))
     while True:
-        pairs = [
-            (-scores[a + b], i)
-            for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
-            if a + b in scores
-        ]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in scores]
         if not pairs:
             break
         _, at = min(pairs)
@@ -452,7 +449,8 @@ TEMPLATE = """{{- bos_token }}
 {% for message in messages %}
     {% if message.role == 'tool' %}{% continue %}{% endif %}
     {% set ns.n = ns.n + 1 %}
-{{ ns.n }}|{{ message['role'] | upper }}: {% generation %}{{ message.content | trim }}{% endgeneration %}{{ eos_token }}
+{{ ns.n }}|{{ message['role'] | upper }}
+{% generation %}{{ message.content | trim }}{% endgeneration %}{{ eos_token }}
 {% endfor %}
 {%- if tools %}{{ tools | tojson }}{{ tools | tojson(indent=2) }}{% endif %}
 {% if add_generation_prompt %}ASSISTANT: {% endif %}

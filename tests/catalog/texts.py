@@ -1,5 +1,7 @@
 """Varied strings for tokenizer tests, the same ones at every run."""
 
+# ruff: noqa: E501, RUF001
+
 import random
 
 _PIECES = [
