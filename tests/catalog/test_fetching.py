@@ -254,7 +254,7 @@ class FakeHub(SimpleNamespace):
         self.content, self.sent = content, sent or content
         self.requests: list[str] = []
 
-    def HfApi(self) -> "FakeHub":  # noqa: N802
+    def HfApi(self) -> "FakeHub":
         return self
 
     def model_info(self, repo_id: str, *, files_metadata: bool, timeout: float) -> SimpleNamespace:
@@ -388,6 +388,16 @@ def test_existing_paths(tmp_path: Path) -> None:
         resolve.resolve(str(tmp_path / "m.txt"))
 
 
+def test_a_known_name_comes_before_a_directory(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    with pytest.raises(ModelNotFoundError, match="not in the cache"):
+        resolve.resolve("smollm2-135m", allow_download=False)
+    assert resolve.resolve("./smollm2-135m") == Path("smollm2-135m")
+
+
 def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKGAP_CACHE", "/somewhere")
     assert cache_root() == Path("/somewhere")
@@ -400,5 +410,6 @@ def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_resolving_imports_no_torch() -> None:
     source = str(Path(sparkgap.__file__).parents[1])
-    code = "import sys, sparkgap.catalog.resolve; sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}).returncode == 0
+    code = "import sys, sparkgap.catalog.resolve; sys.exit(bool({'torch', 'huggingface_hub'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": source}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
