@@ -38,6 +38,7 @@ class Completion:
         self._cumulative_logprob = 0.0
         self._num_given_tokens = 0
         self._num_given_characters = 0
+        self._has_given_end = False
 
     @property
     def finished(self) -> bool:
@@ -64,8 +65,9 @@ class Completion:
     def take_new(self) -> CompletionOutput | None:
         """What is new since the last call, None if nothing is; text that may become a stop string is held."""
         first_token, first_character = self._num_given_tokens, self._num_given_characters
-        if not self.finished and first_token == len(self.sequence.output_token_ids):
+        if self._has_given_end or not (self.finished or first_token < len(self.sequence.output_token_ids)):
             return None
+        self._has_given_end = self.finished
         output = self._output(first_token, first_character)
         self._num_given_tokens += len(output.token_ids)
         self._num_given_characters += len(output.text)
