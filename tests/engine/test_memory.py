@@ -20,8 +20,9 @@ def blocks(*, given_bytes=None, seqs=16, length=1000, block_bytes=1 << 20, avail
 
 def test_default_sizes():
     assert blocks(length=160, block_bytes=1 << 10) == 16 * 10
-    assert blocks() == 1000
-    assert blocks(on_cpu=False) == 1024
+    assert blocks() == 16 * 63
+    assert blocks(seqs=17) == 1024
+    assert blocks(seqs=17, on_cpu=False) == 17 * 63
     assert blocks(length=1024, seqs=100) == 1024
     assert blocks(length=1024, seqs=1000, on_cpu=False) == 16 * 1024
     assert blocks(length=16 * 2000, on_cpu=True) == 2000

@@ -1,4 +1,4 @@
-"""The plain runner: what it asks of its target, and that nothing but its own tokens decides a sequence's output."""
+"""The plain runner: what it asks of its target, and that a sequence's output depends on its own tokens alone."""
 
 import pytest
 import torch
