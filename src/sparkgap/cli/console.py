@@ -26,7 +26,7 @@ def print_note(message: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on one line of standard output. JSON has no NaN or infinity: such a value raises ValueError."""
+    """One JSON object on one line. JSON has no NaN or infinity: such a value raises ValueError."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -66,7 +66,7 @@ def format_bytes(size: float) -> str:
 
 
 class DownloadProgress:
-    """A `ProgressReporter` that draws bars on standard error, or writes one line a download if it is no terminal."""
+    """A `ProgressReporter` on standard error: bars on a terminal, else one line a download."""
 
     def __init__(self) -> None:
         self._console = stderr_console()

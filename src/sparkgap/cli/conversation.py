@@ -62,8 +62,8 @@ class Conversation:
                 break
         if num_tokens >= max_model_len:
             raise PromptError(
-                f"the message has {num_tokens} tokens with its chat template, and the context holds {max_model_len}; "
-                "shorten it or raise --max-model-len"
+                f"the message has {num_tokens} tokens with its chat template, and the context holds "
+                f"{max_model_len}; shorten it or raise --max-model-len"
             )
         del self.exchanges[:skip]
         return messages, skip

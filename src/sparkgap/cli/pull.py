@@ -22,9 +22,7 @@ def pull(
 
     path = resolve(name, progress=DownloadProgress(), verify=verify)
     if not path.is_relative_to(cache_root()):
-        raise ModelNotFoundError(
-            f"{name} is a path, and there is nothing to pull; give a catalog name or hf:owner/name"
-        )
+        raise ModelNotFoundError(f"{name} is a path, nothing to pull; give a catalog name or hf:owner/name")
     size_bytes = directory_bytes(path) if path.is_dir() else path.stat().st_size
     if as_json:
         print_json({"model": name, "path": str(path), "size_bytes": size_bytes, "verified": verify})
