@@ -14,11 +14,12 @@ from sparkgap.cli.console import print_error, print_note, use_utf8_output, write
 from sparkgap.cli.conversation import Conversation
 from sparkgap.cli.options import EngineOptions, SamplingOptions
 from sparkgap.cli.report import footer
+from sparkgap.cli.streaming import Answer, show_stream
 from sparkgap.config import SamplingParams
 from sparkgap.errors import PromptError, SparkgapError
 
 if TYPE_CHECKING:
-    from sparkgap.api import LLM, RequestOutput
+    from sparkgap.api import LLM
 
 _HELP = """\
 /system TEXT  set the system message; /system alone shows it, /system - removes it
@@ -124,29 +125,18 @@ class ChatSession:
                 f"{'exchange was' if dropped == 1 else 'exchanges were'} dropped; /clear starts afresh, "
                 "a larger --max-model-len holds more"
             )
-        text, last, stopped = "", None, False
-        stream = self.llm.stream_chat(messages, self.params)
         with _interrupt_flag() as interrupted:
-            try:
-                for last in stream:
-                    text += last.outputs[0].text
-                    write_text(last.outputs[0].text)
-                    if interrupted:
-                        stopped = True
-                        break
-            finally:
-                stream.close()
-                write_text("\n")
-        if text:
-            self.conversation.add(message, text)
-        self._note_end(last, stopped)
+            answer = show_stream(self.llm.stream_chat(messages, self.params), lambda: bool(interrupted))
+        if answer.text:
+            self.conversation.add(message, answer.text)
+        self._note_end(answer)
 
-    def _note_end(self, last: "RequestOutput | None", stopped: bool) -> None:
-        if stopped:
+    def _note_end(self, answer: Answer) -> None:
+        if answer.stopped:
             print_note("stopped")
-        elif last is not None and self.verbose:
-            print_note(footer(last))
-        elif last is not None and last.outputs[0].finish_reason == "length":
+        elif answer.last is not None and self.verbose:
+            print_note(footer(answer.last, answer.num_tokens))
+        elif answer.last is not None and answer.last.outputs[0].finish_reason == "length":
             print_note("the answer reached its limit of tokens; see --max-tokens and --max-model-len")
 
 

@@ -1,6 +1,6 @@
 """`sparkgap generate`: answer one prompt."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ from sparkgap.cli.console import print_json, print_note, use_utf8_output, write_
 from sparkgap.cli.options import EngineOptions, SamplingOptions
 from sparkgap.cli.prompts import read_prompt
 from sparkgap.cli.report import footer, generation_report
+from sparkgap.cli.streaming import show_stream
 from sparkgap.config import SamplingParams
 from sparkgap.errors import ConfigError, PromptError
 
@@ -78,7 +79,7 @@ def _complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutpu
     return outputs[0]
 
 
-def _stream(llm: "LLM", request: Any, params: SamplingParams) -> Iterator["RequestOutput"]:
+def _stream(llm: "LLM", request: Any, params: SamplingParams) -> Generator["RequestOutput", None, None]:
     return llm.stream(request, params) if isinstance(request, str) else llm.stream_chat(request, params)
 
 
@@ -88,15 +89,10 @@ def _print_complete(output: "RequestOutput") -> None:
         if several:
             print_note(f"answer {completion.index + 1}")
         write_text(completion.text + "\n")
-    print_note(footer(output))
+    print_note(footer(output, sum(len(completion.token_ids) for completion in output.outputs)))
 
 
-def _print_stream(stream: Iterator["RequestOutput"]) -> None:
-    last: RequestOutput | None = None
-    try:
-        for last in stream:
-            write_text(last.outputs[0].text)
-    finally:
-        write_text("\n")
-    if last is not None:
-        print_note(footer(last))
+def _print_stream(stream: Generator["RequestOutput", None, None]) -> None:
+    answer = show_stream(stream)
+    if answer.last is not None:
+        print_note(footer(answer.last, answer.num_tokens))

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from sparkgap.engine.outputs import CompletionOutput
 
 
-def footer(output: "RequestOutput") -> str:
-    """One line: tokens, speed and time to the first token; and what ended an answer that was cut off."""
+def footer(output: "RequestOutput", num_tokens: int) -> str:
+    """One line: output tokens, speed and time to the first token; and what ended an answer that was cut off."""
     metrics = output.metrics
-    tokens = sum(len(completion.token_ids) for completion in output.outputs)
-    parts = [f"{tokens} tokens" if tokens != 1 else "1 token"]
+    parts = [f"{num_tokens} tokens" if num_tokens != 1 else "1 token"]
     if metrics.output_tokens_per_s:
         parts.append(f"{metrics.output_tokens_per_s:.1f} tokens/s")
     parts.append(f"first token after {metrics.ttft_ms:.0f} ms")
