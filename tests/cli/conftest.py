@@ -9,29 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from sparkgap.cli import loading, main
-from sparkgap.config import EngineConfig, SamplingParams
-from sparkgap.errors import PromptError
-
-
-@dataclass
-class RequestMetrics:
-    ttft_ms: float = 12.0
-    output_tokens_per_s: float | None = 80.5
-
-
-@dataclass
-class CompletionOutput:
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-
-
-@dataclass
-class RequestOutput:
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    metrics: RequestMetrics
+from sparkgap.config import EngineConfig, FinishReason, SamplingParams
+from sparkgap.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from sparkgap.errors import EngineError, PromptError
 
 
 class FakeTokenizer:
@@ -54,7 +34,8 @@ class FakeLLM:
 
     config: EngineConfig = field(default_factory=EngineConfig)
     words: tuple[str, ...] = ("one", " two", " three")
-    finish_reason: str = "stop"
+    finish_reason: FinishReason = "stop"
+    error: EngineError | None = None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     max_model_len: int = 64
     requests: list[Any] = field(default_factory=list)
@@ -84,13 +65,25 @@ class FakeLLM:
         if finished:
             self.requests.append(request)
             self.params.append(params)
+        token_ids = list(range(len(words)))
         outputs = [
             CompletionOutput(
-                index, "".join(words), list(range(len(words))), self.finish_reason if finished else None
+                index,
+                "".join(words),
+                token_ids,
+                logprobs=None if params.logprobs is None else [self._table(token_id) for token_id in token_ids],
+                finish_reason=self.finish_reason if finished else None,
             )
             for index in range(params.n)
         ]
-        return RequestOutput([1, 2], outputs, RequestMetrics())
+        metrics = RequestMetrics(12.0, 12.5, 37.0, 80.5, 2, params.n * len(self.words)) if finished else None
+        return RequestOutput(
+            "request-0", None, [1, 2], outputs, finished, metrics, self.error if finished else None
+        )
+
+    @staticmethod
+    def _table(token_id: int) -> dict[int, Logprob]:
+        return {token_id: Logprob(-1.5, 2, "chosen"), 99: Logprob(-0.5, 1, "best")}
 
 
 class Result(NamedTuple):

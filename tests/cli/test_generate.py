@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkgap.errors import PromptError
+from sparkgap.errors import EngineError, PromptError
 
 USER_HI = [{"role": "user", "content": "hi"}]
 
@@ -142,3 +142,19 @@ def test_an_error_of_the_model_is_one_line(sparkgap: Callable[..., Any], llm: An
     assert result.status == 2
     assert result.err == "sparkgap: error: the prompt has 99 tokens, and the context holds 64\n"
     assert result.out == ""
+
+
+@pytest.mark.parametrize("extra", [[], ["--no-stream"], ["--json"]])
+def test_a_request_that_fails_is_one_line(sparkgap: Callable[..., Any], llm: Any, extra: list[str]) -> None:
+    llm.error = EngineError("the model gave no finite logits; try --dtype float32")
+    result = sparkgap("generate", "hi", *extra)
+    assert result.status == 2
+    assert result.err == "sparkgap: error: the model gave no finite logits; try --dtype float32\n"
+
+
+def test_logprobs_in_json(sparkgap: Callable[..., Any], llm: Any) -> None:
+    report = json.loads(sparkgap("generate", "hi", "--json", "--logprobs", "1").out)
+    best = {"token_id": 99, "token": "best", "logprob": -0.5, "rank": 1}
+    chosen = {"token_id": 2, "token": "chosen", "logprob": -1.5, "rank": 2}
+    assert len(report["logprobs"]) == 3
+    assert report["logprobs"][2] == {**chosen, "top": [best, chosen]}

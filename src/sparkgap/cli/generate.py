@@ -16,7 +16,8 @@ from sparkgap.config import SamplingParams
 from sparkgap.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
-    from sparkgap.api import LLM, RequestOutput
+    from sparkgap.api import LLM
+    from sparkgap.engine.outputs import RequestOutput
 
 
 def generate(
@@ -50,7 +51,7 @@ def generate(
     llm = loading.load_llm(config)
     request = _request(llm, text, system=system, raw=raw)
     if as_json:
-        print_json(generation_report(llm, _complete(llm, request, params), params))
+        print_json(generation_report(_complete(llm, request, params), params))
     elif no_stream or n > 1:
         _print_complete(_complete(llm, request, params))
     else:
@@ -76,6 +77,8 @@ def _request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | l
 
 def _complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutput":
     outputs = llm.generate([request], params) if isinstance(request, str) else llm.chat(request, params)
+    if outputs[0].error is not None:
+        raise outputs[0].error
     return outputs[0]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sparkgap.cli.console import write_text
 
 if TYPE_CHECKING:
-    from sparkgap.api import RequestOutput
+    from sparkgap.engine.outputs import RequestOutput
 
 
 @dataclass
@@ -35,6 +35,9 @@ def show_stream(
     Args:
         stream: pieces of one answer, each with the text and tokens that are new in it.
         stop_wanted: asked after each piece; True ends the request.
+
+    Raises:
+        EngineError: the request failed.
     """
     answer = Answer()
     try:
@@ -44,6 +47,8 @@ def show_stream(
             answer.num_tokens += len(completion.token_ids)
             answer.last = piece
             write_text(completion.text)
+            if piece.error is not None:
+                raise piece.error
             if stop_wanted():
                 answer.stopped = True
                 break
