@@ -115,7 +115,7 @@ class ChatSession:
         Raises:
             PromptError: it alone is longer than the context, or the chat template refuses it.
         """
-        limit = self.llm.max_model_len
+        limit = self.llm.info()["max_model_len"]
         messages, dropped = self.conversation.fit(
             message, self.llm.tokenizer, limit, self.params.max_tokens or limit
         )

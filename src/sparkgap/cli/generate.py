@@ -77,8 +77,6 @@ def _request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | l
 
 def _complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutput":
     outputs = llm.generate([request], params) if isinstance(request, str) else llm.chat(request, params)
-    if outputs[0].error is not None:
-        raise outputs[0].error
     return outputs[0]
 
 

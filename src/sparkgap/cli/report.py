@@ -9,6 +9,14 @@ from sparkgap.config import SamplingParams
 if TYPE_CHECKING:
     from sparkgap.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
+NO_GRAPHS: Mapping[str, Any] = {
+    "captures_at_startup": 0,
+    "captures_since_startup": 0,
+    "replays": {"target": 0, "draft": 0, "context": 0},
+    "eager": {},
+}
+"""Counters of captured graphs; there are no graphs in this version, every pass is eager."""
+
 
 def footer(output: "RequestOutput", num_tokens: int) -> str:
     """One line: output tokens, speed and time to the first token; and what ended an answer that was cut off.
@@ -38,6 +46,7 @@ def generation_report(output: "RequestOutput", params: SamplingParams) -> dict[s
         "completion_tokens": sum(len(completion.token_ids) for completion in output.outputs),
     }
     report["metrics"] = None if output.metrics is None else asdict(output.metrics)
+    report["graphs"] = NO_GRAPHS
     if params.n > 1:
         report["choices"] = choices
     return report

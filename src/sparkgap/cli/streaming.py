@@ -37,7 +37,7 @@ def show_stream(
         stop_wanted: asked after each piece; True ends the request.
 
     Raises:
-        EngineError: the request failed.
+        SparkgapError: the request cannot be served, or failed.
     """
     answer = Answer()
     try:
@@ -47,8 +47,6 @@ def show_stream(
             answer.num_tokens += len(completion.token_ids)
             answer.last = piece
             write_text(completion.text)
-            if piece.error is not None:
-                raise piece.error
             if stop_wanted():
                 answer.stopped = True
                 break
