@@ -278,9 +278,7 @@ def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int)
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
     if len(params) != number:
-        raise ConfigError(
-            f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each"
-        )
+        raise ConfigError(f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each")
     return list(params)
 
 

@@ -102,12 +102,8 @@ class SamplingOptions:
 
     max_tokens: Annotated[int, _sampling("--max-tokens", help="Most tokens of an answer.")] = DEFAULT_MAX_TOKENS
     min_tokens: Annotated[int, _sampling("--min-tokens", help="Fewest tokens before an answer may end.")] = 0
-    temperature: Annotated[float, _sampling("--temperature", help="0 takes the most probable token (greedy).")] = (
-        0.0
-    )
-    top_p: Annotated[float, _sampling("--top-p", help="Sample from the tokens that make up this probability.")] = (
-        1.0
-    )
+    temperature: Annotated[float, _sampling("--temperature", help="0 takes the most probable token (greedy).")] = 0.0
+    top_p: Annotated[float, _sampling("--top-p", help="Sample from the tokens that make up this probability.")] = 1.0
     top_k: Annotated[int, _sampling("--top-k", help="Sample from this many most probable tokens; 0: all.")] = 0
     min_p: Annotated[
         float, _sampling("--min-p", help="Drop tokens below this share of the most probable one's probability.")

@@ -87,8 +87,7 @@ class PlainRunner:
             hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
         tokens = self.sampler.sample(self.target.logits(hidden), rows)
         return [
-            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token])
-            for token in tokens
+            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token]) for token in tokens
         ]
 
 
