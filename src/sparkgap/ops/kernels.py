@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -88,63 +87,6 @@ class LinearWeight:
         return self.weight.shape[0]
 
 
-@dataclass(frozen=True)
-class DraftHeads:
-    """Weights of a drafter's sequential heads: how one draft token changes the logits of the next.
-
-    With `e = w1[previous token]` and the row's hidden state `h`, the bias on the draft logits is `w2` times
-    `e` (vanilla), `sigmoid(projection [h; e]) * e` (gated), or `tanh(o)` (rnn), where `[g; c; o] = projection
-    [s; e; h]` and the state becomes `sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)`, zero at the block's start.
-    Source: arXiv 2607.05147, section 3.
-
-    Attributes:
-        head_type: `none` for no bias.
-        w1: `[vocab, rank]`, indexed by target ids; None without a Markov head.
-        w2: `[draft_vocab, rank]`; None without a Markov head.
-        projection: `[rank, hidden + rank]` (gated) or `[3 * rank, 2 * rank + hidden]` (rnn).
-        confidence_weight: float32 `[hidden]` or `[hidden + rank]`; the confidence is `sigmoid(weight . [h; e] + bias)`,
-            without `e` in the shorter form. None without a confidence head.
-        confidence_bias: float32 `[1]`; None without a confidence head.
-        target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
-    """
-
-    head_type: Literal["none", "vanilla", "gated", "rnn"] = "none"
-    w1: Tensor | None = None
-    w2: LinearWeight | None = None
-    projection: LinearWeight | None = None
-    confidence_weight: Tensor | None = None
-    confidence_bias: Tensor | None = None
-    target_ids: Tensor | None = None
-
-
-class DraftStep(NamedTuple):
-    """One step of the heads' chain.
-
-    Attributes:
-        logits: float32 `[sequences, draft_vocab]`, base logits and bias.
-        state: `[sequences, rank]` state for the next step (rnn), else None.
-        confidences: float32 `[sequences]`, or None without a confidence head.
-    """
-
-    logits: Tensor
-    state: Tensor | None
-    confidences: Tensor | None
-
-
-class DraftChain(NamedTuple):
-    """All steps of the heads' chain.
-
-    Attributes:
-        token_ids: int64 `[sequences, steps]`, target ids.
-        scores: float32 `[sequences, steps]`, the largest logit of each step; NaN if any logit of the step is.
-        confidences: float32 `[sequences, steps]`, or None without a confidence head.
-    """
-
-    token_ids: Tensor
-    scores: Tensor
-    confidences: Tensor | None
-
-
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
 
@@ -211,7 +153,6 @@ class Kernels(ABC):
         scale: float,
         sliding_window: int | None = None,
         max_length: int = 0,
-        causal: bool = False,
     ) -> Tensor:
         """Attention of draft blocks: each row sees its sequence's live context and its whole block.
 
@@ -224,7 +165,6 @@ class Kernels(ABC):
             scale: multiplies the dot products.
             sliding_window: when given, a row sees positions above `its own - sliding_window` only.
             max_length: upper bound of `context_lengths` (host number).
-            causal: a row sees only itself and the rows before it in the block.
 
         Returns:
             `[sequences, block_rows, heads, head_dim]`.
@@ -233,42 +173,3 @@ class Kernels(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up` `[rows, 2 * features]`, gate first: `[rows, features]`."""
-
-    @abstractmethod
-    def draft_inputs(
-        self, anchors: Tensor, context_lengths: Tensor, block_rows: int, mask_token_id: int
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids and positions, int64 `[sequences * block_rows]` each, of draft blocks.
-
-        A block is its anchor (int64 `[sequences]`), then mask tokens, at positions from its context length
-        (int64 `[sequences]`) on.
-        """
-
-    @abstractmethod
-    def draft_step(
-        self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
-    ) -> DraftStep:
-        """One step of the heads' chain, for a caller that picks the token itself.
-
-        Args:
-            base_logits: float32 `[sequences, draft_vocab]`.
-            hidden: `[sequences, hidden]`.
-            previous: int64 `[sequences]`, target id of the token before.
-            state: what the step before gave; None at a block's start.
-            heads: the heads' weights.
-        """
-
-    @abstractmethod
-    def draft_chain(
-        self, base_logits: Tensor, hidden: Tensor, anchors: Tensor, heads: DraftHeads, lead_rows: int = 0
-    ) -> DraftChain:
-        """The heads' whole chain over draft blocks, where each step takes the token with the largest logit.
-
-        Args:
-            base_logits: float32 `[sequences, block_rows, draft_vocab]`.
-            hidden: `[sequences, block_rows, hidden]`.
-            anchors: int64 `[sequences]`, the token before the first step.
-            heads: the heads' weights.
-            lead_rows: rows at the block's start that predict nothing; they advance the rnn's state, with the anchor as
-                the token before, and give no step.
-        """
