@@ -22,7 +22,8 @@ class DraftHeads:
     With `e = w1[token before]` and the row's hidden state `h`, the bias on the draft logits is `w2` times `e`
     (vanilla), `sigmoid(projection [h; e]) * e` (gated), or `tanh(o)` (rnn), where
     `[g; c; o] = projection [s; e; h]` and the state becomes `sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)`, zero at
-    the block's start. The confidence is `sigmoid(confidence_weight . [h; e] + confidence_bias)`. Source: arXiv 2607.05147.
+    the block's start. The confidence is `sigmoid(confidence_weight . [h; e] + confidence_bias)`.
+    Source: arXiv 2607.05147.
 
     Attributes:
         head_type: `none` for no bias.
