@@ -58,9 +58,7 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
     """
     settings = read_settings(config, name)
     _check_tensors(settings, {key: weights.shape(key) for key in weights.names()}, name)
-    format_: Literal["deepspec", "speculators"] = (
-        "speculators" if "speculators_model_type" in config else "deepspec"
-    )
+    format_: Literal["deepspec", "speculators"] = "speculators" if "speculators_model_type" in config else "deepspec"
     return DrafterCheckpoint(name, format_, settings, weights)
 
 

@@ -87,9 +87,7 @@ def model_file(directory: Path) -> Path:
 
 
 def _not_cached(model: NamedModel) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"model {model.name} is not in the cache and downloading is off; allow it or pull it"
-    )
+    return ModelNotFoundError(f"model {model.name} is not in the cache and downloading is off; allow it or pull it")
 
 
 def _adopted(store: ModelStore, model: NamedModel, progress: ProgressReporter) -> Path | None:
