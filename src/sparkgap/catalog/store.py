@@ -184,7 +184,7 @@ def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
         files = stamp["files"]
         if files and all(isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()):
             return dict(stamp)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DownloadError(f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions") from error
