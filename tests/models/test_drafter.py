@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,10 @@ from dense_drafter import DenseDrafter
 from drafter_cases import (
     HIDDEN,
     SETTINGS,
+    TARGET_CONFIG,
     TRANSFORMER,
     VOCAB,
+    DictWeights,
     checkpoint,
     deepspec_checkpoint,
     dense,
@@ -24,11 +25,13 @@ from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings
 from sparkgap.errors import CheckpointError, ConfigError, UnsupportedModelError
+from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
 from sparkgap.models.heads import DraftOutput
+from sparkgap.models.loading import load_target
 from sparkgap.ops import TorchKernels
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.kernels import AttentionRows, KVCache
 
 TOLERANCE = 1e-4
 BLOCK = 4
@@ -134,7 +137,11 @@ def assert_rounds_match(drafter: Drafter, reference: DenseDrafter, starts: tuple
 HEADS = [
     (0, "vanilla", False, False),
     (0, "vanilla", True, False),
-    *((6, kind, *confidence) for kind in ("vanilla", "gated", "rnn") for confidence in ((0, 0), (1, 0), (1, 1))),
+    *(
+        (6, kind, *confidence)
+        for kind in ("vanilla", "gated", "rnn")
+        for confidence in ((False, False), (True, False), (True, True))
+    ),
 ]
 
 
@@ -342,7 +349,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_half_precision_follows_float32(tmp_path: Path) -> None:
+def test_half_precision_follows_float32() -> None:
     settings = with_heads(6, "rnn", True, True)
     tensors = random_tensors(settings, seed=12)
     target = random_target()
@@ -368,3 +375,39 @@ def test_half_precision_follows_float32(tmp_path: Path) -> None:
     proposal = drafter.propose(exact.anchors, draft)
     assert proposal.confidences is not None
     assert proposal.confidences.dtype == torch.float32
+
+
+def test_captured_layers_are_hugging_faces_hidden_states() -> None:
+    """Layer id k is `hidden_states[k + 1]`: the target's own capture drives the drafter as transformers' would."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{k: v for k, v in TARGET_CONFIG.items() if k != "architectures"})
+    peer = transformers.LlamaForCausalLM(config).eval()
+    target = load_target(
+        TARGET_CONFIG,
+        DictWeights(peer.state_dict()),
+        kernels=TorchKernels(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    settings = with_heads(6, "gated", True, True)
+    tensors = random_tensors(settings, seed=13)
+    drafter = Drafter.from_checkpoint(checkpoint(settings, tensors), target, target.kernels, torch.float32)
+    token_ids = torch.randint(VOCAB, (11,))
+    with torch.no_grad():
+        states = peer(token_ids[None], output_hidden_states=True).hidden_states
+    captured = torch.cat([states[k + 1][0] for k in settings.target_layer_ids], dim=-1)
+
+    table = torch.arange(BLOCKS_PER_SEQUENCE, dtype=torch.int32)[None]
+    places, cpu = torch.arange(11), torch.device("cpu")
+    rows = AttentionRows(places, torch.tensor([0, 11], dtype=torch.int32), table, 11, 11)
+    target_caches = allocate_caches(5, 1, 8, BLOCKS_PER_SEQUENCE, BLOCK, torch.float32, cpu)
+    result = target.forward(ForwardBatch(token_ids, places, rows), target_caches, drafter.config.target_layer_ids)
+    assert result.captured is not None
+    caches = allocate_caches(2, 2, 16, BLOCKS_PER_SEQUENCE, BLOCK, torch.float32, cpu)
+    drafter.context_update(result.captured, places, places, caches)
+    anchors = torch.tensor([5])
+    draft = drafter.draft(anchors, torch.tensor([11]), table, caches, 5, max_length=11)
+    base, _, ids, _ = dense(settings, tensors, target).propose(captured, 5, 5)
+    torch.testing.assert_close(draft.base_logits[0], base, atol=TOLERANCE, rtol=TOLERANCE)
+    assert drafter.propose(anchors, draft).token_ids[0].tolist() == ids

@@ -10,7 +10,7 @@ They differ in `config.json` (see `drafter_settings`). Sources: deepseek-ai/Deep
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_speculators, read_settings
+from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.resolve import resolve
+from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.weights import WeightSource
-from sparkgap.errors import CheckpointError
+from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 _TRAINING_ONLY = frozenset({"verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq"})
+_DSPARK_PLACEHOLDERS = ("mask_embedding", "mask_embedding.weight")
+"""A DSpark block's mask rows are the embedding's row of the mask token, whatever stands here."""
+
 _QWEN3_HEAD_DIM = 128
 _QWEN3_KV_HEADS = 32
 """What transformers takes where a Qwen3 configuration does not say."""
@@ -49,6 +56,29 @@ class DrafterCheckpoint:
     weights: WeightSource
 
 
+def open_drafter(
+    model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None
+) -> DrafterCheckpoint:
+    """Resolve and open a draft model. Reads headers, no tensor.
+
+    Args:
+        model: a catalog name, a directory or `hf:owner/name`.
+        allow_download: fetch a model that is not cached.
+        progress: told of downloads.
+
+    Raises:
+        ModelNotFoundError: no such model.
+        DownloadError: it could not be fetched.
+        CheckpointError, UnsupportedModelError: as `read_drafter`.
+    """
+    path = resolve(model, allow_download=allow_download, progress=progress)
+    if not path.is_dir():
+        raise UnsupportedModelError(
+            f"drafter {model}: {path.name} is no directory with config.json and safetensors"
+        )
+    return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
+
+
 def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) -> DrafterCheckpoint:
     """The draft model that a checkpoint's `config.json` and tensors make.
 
@@ -57,8 +87,17 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
         UnsupportedModelError: a method, head type or feature that this engine does not run.
     """
     settings = read_settings(config, name)
-    _check_tensors(settings, {key: weights.shape(key) for key in weights.names()}, name)
-    format_: Literal["deepspec", "speculators"] = "speculators" if "speculators_model_type" in config else "deepspec"
+    shapes = {key: weights.shape(key) for key in weights.names()}
+    if settings.method == "dspark":
+        for key in _DSPARK_PLACEHOLDERS:
+            shapes.pop(key, None)
+    if settings.confidence_head and not any(key.startswith("confidence_head.") for key in shapes):
+        # Exports for serving may leave out a head that vLLM does not need; the draft tokens are the same.
+        settings = replace(settings, confidence_head=False, confidence_head_with_markov=False)
+    _check_tensors(settings, shapes, name)
+    format_: Literal["deepspec", "speculators"] = (
+        "speculators" if "speculators_model_type" in config else "deepspec"
+    )
     return DrafterCheckpoint(name, format_, settings, weights)
 
 
@@ -208,6 +247,8 @@ def write_speculators(
         CheckpointError: tensors do not fit the settings, or the format cannot express them.
     """
     name = directory.name
+    if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
+        raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
     _check_tensors(settings, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, name)
     if settings.draft_vocab_size < settings.transformer["vocab_size"]:
         for key in ("d2t", "t2d", "lm_head.weight"):
