@@ -13,9 +13,7 @@ def test_cores():
     assert 1 <= host.usable_cores() <= os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ("quota", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("", 8)]
-)
+@pytest.mark.parametrize(("quota", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("", 8)])
 def test_cores_of_a_container(monkeypatch, tmp_path, quota, cores):
     if quota:
         (tmp_path / "cpu.max").write_text(quota + "\n")

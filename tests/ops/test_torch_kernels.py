@@ -39,9 +39,7 @@ class Paged:
         self, lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, seed: int
     ) -> None:
         self.keys = [normal((length, kv_heads, head_dim), seed + i, dtype) for i, length in enumerate(lengths)]
-        self.values = [
-            normal((length, kv_heads, head_dim), 99 + seed + i, dtype) for i, length in enumerate(lengths)
-        ]
+        self.values = [normal((length, kv_heads, head_dim), 99 + seed + i, dtype) for i, length in enumerate(lengths)]
         per_sequence = max(-(-length // block_size) for length in lengths) + 1
         blocks = per_sequence * len(lengths)
         shape = (blocks, block_size, kv_heads, head_dim)
@@ -125,9 +123,7 @@ def test_paged_attention_is_dense_attention(layout, heads, block_size, window, t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "layout", [[(0, 1)], [(15, 1)], [(16, 1)], [(9, 8), (30, 8)], [(0, 40)], [(5, 3), (0, 33)]]
-)
+@pytest.mark.parametrize("layout", [[(0, 1)], [(15, 1)], [(16, 1)], [(9, 8), (30, 8)], [(0, 40)], [(5, 3), (0, 33)]])
 def test_paged_attention_dtypes_and_block_boundaries(dtype, layout):
     check_paged_attention(KERNELS, layout, (6, 2, 16), 16, None, dtype, 3)
 
