@@ -3,6 +3,7 @@ type of one of its parameters; names are vLLM's where vLLM has them."""
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from sparkgap.config import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams
+from sparkgap.config import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams, SpeculativeConfig
 from sparkgap.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 512
@@ -49,6 +50,21 @@ def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:
     return bias or None
 
 
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """A JSON object with the keys of `SpeculativeConfig`.
+
+    Raises:
+        ConfigError: not a JSON object.
+    """
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative-config must be a JSON object, and is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"speculative-config must be a JSON object, got {text}")
+    return settings
+
+
 def _engine(*names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Model and engine", **settings)
 
@@ -79,6 +95,18 @@ class EngineOptions:
     threads: Annotated[
         int | None, _engine("--threads", help="Compute threads; default: the cores this process may use.")
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        _engine("--speculative-config", metavar="JSON", help="Speculation as JSON with vLLM's keys; see --draft."),
+    ] = None
+    draft: Annotated[
+        str | None,
+        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: as trained.")
+    ] = None
+    no_speculation: Annotated[bool, _engine("--no-speculation", help="Decode without a drafter.")] = False
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -92,8 +120,21 @@ class EngineOptions:
             kv_cache_memory_bytes=None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory),
             seed=self.seed,
             threads=self.threads,
+            speculation=not self.no_speculation,
+            speculative_config=self._speculative_config(),
             allow_download=not self.offline,
         )
+
+    def _speculative_config(self) -> SpeculativeConfig | None:
+        """`--speculative-config` with what the short options say; they win over the same key in the JSON."""
+        settings = {} if self.speculative_config is None else parse_speculative_config(self.speculative_config)
+        short = {"model": self.draft, "num_speculative_tokens": self.num_speculative_tokens}
+        settings |= {name: value for name, value in short.items() if value is not None}
+        if settings and self.no_speculation:
+            raise ConfigError("--no-speculation contradicts the other options of speculation; use one of them")
+        if settings or self.speculative_config is not None:
+            return SpeculativeConfig.from_mapping(settings)
+        return None
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class TorchKernels(Kernels):
         scale: float,
         sliding_window: int | None = None,
         max_length: int = 0,
+        causal: bool = False,
     ) -> Tensor:
         """See `Kernels.block_attention`."""
         num_sequences, block_rows = queries.shape[:2]
@@ -145,6 +146,8 @@ class TorchKernels(Kernels):
             oldest = context_lengths.unsqueeze(1) + row - sliding_window
             visible = visible & (place > oldest.unsqueeze(2))
             inside = row > row.unsqueeze(1) - sliding_window
+        if causal:
+            inside = inside & (row <= row.unsqueeze(1))
         visible = torch.cat((visible, inside.expand(num_sequences, block_rows, block_rows)), dim=2)
         all_keys = torch.cat((context_keys, keys), dim=1)
         all_values = torch.cat((context_values, values), dim=1)
