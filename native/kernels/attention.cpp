@@ -34,7 +34,7 @@ SPARKGAP_INLINE Item make_item(const PagedAttention& args, int64_t sequence, int
   return item;
 }
 
-template <class X, class C>
+template <class X>
 void attend_item(const PagedAttention& args, Stage& stage, const Item& item, int64_t kv_head, int64_t first_chunk,
                  int64_t end_chunk) {
   const int64_t first_head = kv_head * stage.group;
@@ -44,8 +44,8 @@ void attend_item(const PagedAttention& args, Stage& stage, const Item& item, int
       const int64_t position = args.positions[item.row + r];
       stage.ranges[r] = visible(position, position + 1, args.window, chunk * kChunkPositions);
     }
-    const CacheSource<C> source{args.cache, args.block_tables + item.sequence * args.max_blocks, chunk * kChunkPositions, kv_head};
-    attend_chunk<C>(stage, source, item.rows);
+    const int32_t* blocks = args.block_tables + item.sequence * args.max_blocks;
+    attend_chunk(stage, cache_source(args.cache, blocks, chunk * kChunkPositions, kv_head), item.rows);
     if (!args.partial) {
       join_rows(stage, item.rows);
       continue;
@@ -69,7 +69,7 @@ SPARKGAP_INLINE void zero_rows(const HeadRows& out, int64_t begin, int64_t end, 
       std::memset(static_cast<X*>(out.data) + row * out.row_stride + head * out.head_stride, 0, size_t(head_dim) * sizeof(X));
 }
 
-template <class X, class C>
+template <class X>
 void attend(const PagedAttention& args, Worker worker) {
   const int64_t group = args.heads / args.cache.kv_heads, most_rows = item_rows(group);
   Stage stage(worker.scratch, group, args.cache.head_dim);
@@ -88,11 +88,11 @@ void attend(const PagedAttention& args, Worker worker) {
       for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++) {
         if (!args.partial) {
           if (turn++ % worker.count == worker.index)
-            attend_item<X, C>(args, stage, item, kv_head, item.first_chunk, item.end_chunk);
+            attend_item<X>(args, stage, item, kv_head, item.first_chunk, item.end_chunk);
           continue;
         }
         for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++)
-          if (turn++ % worker.count == worker.index) attend_item<X, C>(args, stage, item, kv_head, chunk, chunk + 1);
+          if (turn++ % worker.count == worker.index) attend_item<X>(args, stage, item, kv_head, chunk, chunk + 1);
       }
     }
   }
@@ -120,22 +120,7 @@ void join_partials(const PagedAttention& args, Worker worker) {
   }
 }
 
-// The block's own keys and values.
 template <class X>
-struct BlockSource {
-  const HeadRows &keys, &values;
-  int64_t first;  // row of the chunk's first
-  int64_t kv_head;
-
-  SPARKGAP_INLINE const X* key(int64_t i) const {
-    return static_cast<const X*>(keys.data) + (first + i) * keys.row_stride + kv_head * keys.head_stride;
-  }
-  SPARKGAP_INLINE const X* value(int64_t i) const {
-    return static_cast<const X*>(values.data) + (first + i) * values.row_stride + kv_head * values.head_stride;
-  }
-};
-
-template <class X, class C>
 void attend_block_rows(const BlockAttention& args, Stage& stage, int64_t sequence, int64_t kv_head, int64_t first, int64_t rows,
                        int64_t length) {
   const int64_t row = sequence * args.block_rows + first, first_head = kv_head * stage.group;
@@ -144,18 +129,18 @@ void attend_block_rows(const BlockAttention& args, Stage& stage, int64_t sequenc
   const int64_t begin = args.window > 0 ? larger<int64_t>(0, length + first - args.window + 1) : 0;
   for (int64_t chunk = begin / kChunkPositions * kChunkPositions; chunk < length; chunk += kChunkPositions) {
     for (int64_t r = 0; r < rows; r++) stage.ranges[r] = visible(length + first + r, length, args.window, chunk);
-    attend_chunk<C>(stage, CacheSource<C>{args.cache, blocks, chunk, kv_head}, rows);
+    attend_chunk(stage, cache_source(args.cache, blocks, chunk, kv_head), rows);
     join_rows(stage, rows);
   }
   for (int64_t chunk = 0; chunk < args.block_rows; chunk += kChunkPositions) {
     for (int64_t r = 0; r < rows; r++) stage.ranges[r] = visible(first + r, args.block_rows, args.window, chunk);
-    attend_chunk<X>(stage, BlockSource<X>{args.keys, args.values, sequence * args.block_rows + chunk, kv_head}, rows);
+    attend_chunk(stage, {args.keys, args.values, nullptr, 0, sequence * args.block_rows + chunk, kv_head}, rows);
     join_rows(stage, rows);
   }
   write_rows<X>(stage, args.out, row, rows, first_head);
 }
 
-template <class X, class C>
+template <class X>
 void attend_blocks(const BlockAttention& args, Worker worker) {
   const int64_t group = args.heads / args.cache.kv_heads, most_rows = item_rows(group);
   Stage stage(worker.scratch, group, args.cache.head_dim);
@@ -170,21 +155,15 @@ void attend_blocks(const BlockAttention& args, Worker worker) {
     for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
       for (int64_t first = 0; first < args.block_rows; first += most_rows)
         if (turn++ % worker.count == worker.index)
-          attend_block_rows<X, C>(args, stage, sequence, kv_head, first, smaller(most_rows, args.block_rows - first), length);
+          attend_block_rows<X>(args, stage, sequence, kv_head, first, smaller(most_rows, args.block_rows - first), length);
   }
 }
 
 }  // namespace
 
 void paged_attention(const PagedAttention& args, Worker worker) {
-  const bool wide_cache = args.cache.dtype == DType::kFloat32;
-  if (args.queries.dtype == DType::kFloat32) {
-    if (wide_cache) attend<float, float>(args, worker);
-    else attend<float, BFloat16>(args, worker);
-  } else {
-    if (wide_cache) attend<BFloat16, float>(args, worker);
-    else attend<BFloat16, BFloat16>(args, worker);
-  }
+  if (args.queries.dtype == DType::kFloat32) attend<float>(args, worker);
+  else attend<BFloat16>(args, worker);
 }
 
 void paged_attention_join(const PagedAttention& args, Worker worker) {
@@ -193,14 +172,8 @@ void paged_attention_join(const PagedAttention& args, Worker worker) {
 }
 
 void block_attention(const BlockAttention& args, Worker worker) {
-  const bool wide_cache = args.cache.dtype == DType::kFloat32;
-  if (args.queries.dtype == DType::kFloat32) {
-    if (wide_cache) attend_blocks<float, float>(args, worker);
-    else attend_blocks<float, BFloat16>(args, worker);
-  } else {
-    if (wide_cache) attend_blocks<BFloat16, float>(args, worker);
-    else attend_blocks<BFloat16, BFloat16>(args, worker);
-  }
+  if (args.queries.dtype == DType::kFloat32) attend_blocks<float>(args, worker);
+  else attend_blocks<BFloat16>(args, worker);
 }
 
 size_t attention_scratch_bytes(int64_t heads, int64_t kv_heads, int64_t head_dim) {

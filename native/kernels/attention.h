@@ -65,7 +65,7 @@ struct Stage {
 };
 
 template <class X>
-SPARKGAP_INLINE void load_queries(Stage& s, const HeadRows& from, int64_t row, int64_t rows, int64_t first_head, float scale) {
+void load_queries(Stage& s, const HeadRows& from, int64_t row, int64_t rows, int64_t first_head, float scale) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t g = 0; g < s.group; g++) {
       const X* x = static_cast<const X*>(from.data) + (row + r) * from.row_stride + (first_head + g) * from.head_stride;
@@ -76,11 +76,39 @@ SPARKGAP_INLINE void load_queries(Stage& s, const HeadRows& from, int64_t row, i
   for (int64_t q = 0; q < rows * s.group; q++) s.total_largest[q] = -__builtin_inff(), s.total_sum[q] = 0;
 }
 
+// Where a chunk's keys and values lie; places count from the chunk's first.
+struct Source {
+  HeadRows keys, values;  // rows are slots of the cache, or the block's own rows
+  const int32_t* blocks;  // the sequence's block table; null when rows follow each other
+  int64_t block_size;
+  int64_t first;  // position or row of the chunk's first
+  int64_t kv_head;
+
+  SPARKGAP_INLINE int64_t row(int64_t i) const {
+    const int64_t place = first + i;
+    return blocks ? int64_t(blocks[place / block_size]) * block_size + place % block_size : place;
+  }
+  template <class C>
+  SPARKGAP_INLINE const C* key(int64_t i) const {
+    return static_cast<const C*>(keys.data) + row(i) * keys.row_stride + kv_head * keys.head_stride;
+  }
+  template <class C>
+  SPARKGAP_INLINE const C* value(int64_t i) const {
+    return static_cast<const C*>(values.data) + row(i) * values.row_stride + kv_head * values.head_stride;
+  }
+};
+
+SPARKGAP_INLINE Source cache_source(const Cache& cache, const int32_t* blocks, int64_t first, int64_t kv_head) {
+  const int64_t row_stride = cache.kv_heads * cache.head_dim;
+  return {{cache.keys, row_stride, cache.head_dim, cache.dtype}, {cache.values, row_stride, cache.head_dim, cache.dtype},
+          blocks, cache.block_size, first, kv_head};
+}
+
 // Keys of 16 positions as [head_dim, 16]; positions at or past `count` are zero.
-template <class C, class Source>
-SPARKGAP_INLINE void stage_keys(const Stage& s, const Source& source, int64_t first, int64_t count, float* out) {
+template <class C>
+void stage_keys(const Stage& s, const Source& source, int64_t first, int64_t count, float* out) {
   const C* keys[16];
-  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key(first + i) : nullptr;
+  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key<C>(first + i) : nullptr;
   for (int64_t d = 0; d < s.head_dim; d += 16) {
     const int64_t left = s.head_dim - d;
     Floats rows[16];
@@ -96,17 +124,17 @@ SPARKGAP_INLINE void stage_keys(const Stage& s, const Source& source, int64_t fi
   }
 }
 
-template <class C, class Source>
-SPARKGAP_INLINE void stage_values(const Stage& s, const Source& source, int64_t first, int64_t begin, int64_t end) {
+template <class C>
+void stage_values(const Stage& s, const Source& source, int64_t first, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
-    const C* value = source.value(first + i);
+    const C* value = source.value<C>(first + i);
     for (int64_t d = 0; d < s.head_dim; d += 16)
       store(s.values + d * kStagePositions + i * 16, load_some(value + d, s.head_dim - d));
   }
 }
 
 // Scores to weights for one query; returns its largest score and the sum of weights.
-SPARKGAP_INLINE void soften(float* scores, Range range, float* largest_out, float* sum_out) {
+inline void soften(float* scores, Range range, float* largest_out, float* sum_out) {
   const int64_t begin = range.begin / 16 * 16, end = round_up(range.end, 16);
   for (int64_t i = begin; i < range.begin; i++) scores[i] = -__builtin_inff();
   for (int64_t i = range.end; i < end; i++) scores[i] = -__builtin_inff();
@@ -124,7 +152,7 @@ SPARKGAP_INLINE void soften(float* scores, Range range, float* largest_out, floa
 }
 
 // part += weights * values over the staged positions [begin, end) of those each row sees.
-SPARKGAP_INLINE void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t begin, int64_t end) {
+inline void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t begin, int64_t end) {
   const int64_t blocks = s.padded_dim / 16;
   auto add = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
     if (from >= to) return;
@@ -149,8 +177,7 @@ SPARKGAP_INLINE void weigh_values(const Stage& s, int64_t rows, int64_t first, i
 
 // One chunk for all rows of the item; `s.ranges` says what each sees of it. Gives `part`, `part_largest`, `part_sum`
 // of the rows that see any.
-template <class C, class Source>
-void attend_chunk(Stage& s, const Source& source, int64_t rows) {
+inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
   const int64_t queries = rows * s.group;
   int64_t begin = kChunkPositions, end = 0;
   for (int64_t r = 0; r < rows; r++)
@@ -163,7 +190,10 @@ void attend_chunk(Stage& s, const Source& source, int64_t rows) {
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
     for (int64_t b = 0; b < blocks; b++)
-      stage_keys<C>(s, source, first + b * 16, count - b * 16, s.keys + b * s.head_dim * 16);
+      if (source.keys.dtype == DType::kFloat32)
+        stage_keys<float>(s, source, first + b * 16, count - b * 16, s.keys + b * s.head_dim * 16);
+      else
+        stage_keys<BFloat16>(s, source, first + b * 16, count - b * 16, s.keys + b * s.head_dim * 16);
     multiply_tiles(queries, s.queries, s.head_dim, s.keys, s.head_dim * 16, blocks, s.head_dim, s.scores + first,
                    kChunkPositions, false);
   }
@@ -180,13 +210,14 @@ void attend_chunk(Stage& s, const Source& source, int64_t rows) {
       if (b < e) low = smaller(low, b), high = larger(high, e);
     }
     if (low >= high) continue;
-    stage_values<C>(s, source, first, low, high);
+    if (source.values.dtype == DType::kFloat32) stage_values<float>(s, source, first, low, high);
+    else stage_values<BFloat16>(s, source, first, low, high);
     weigh_values(s, rows, first, low, high);
   }
 }
 
 // total = total joined with part.
-SPARKGAP_INLINE void join(float* total, float* total_largest, float* total_sum, const float* part, float part_largest,
+inline void join(float* total, float* total_largest, float* total_sum, const float* part, float part_largest,
                           float part_sum, int64_t head_dim) {
   if (*total_sum == 0 && *total_largest == -__builtin_inff()) {
     std::memcpy(total, part, size_t(head_dim) * 4);
@@ -222,7 +253,7 @@ SPARKGAP_INLINE void write_query(X* out, const float* total, float total_largest
 }
 
 template <class X>
-SPARKGAP_INLINE void write_rows(const Stage& s, const HeadRows& to, int64_t row, int64_t rows, int64_t first_head) {
+void write_rows(const Stage& s, const HeadRows& to, int64_t row, int64_t rows, int64_t first_head) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t g = 0; g < s.group; g++) {
       const int64_t q = r * s.group + g;
@@ -230,23 +261,6 @@ SPARKGAP_INLINE void write_rows(const Stage& s, const HeadRows& to, int64_t row,
                   s.total + q * s.padded_dim, s.total_largest[q], s.total_sum[q], s.head_dim);
     }
 }
-
-// Keys and values of a chunk of a sequence's cache; positions count from the chunk's first.
-template <class C>
-struct CacheSource {
-  const Cache& cache;
-  const int32_t* blocks;  // of the sequence
-  int64_t first;          // position of the chunk's first
-  int64_t kv_head;
-
-  SPARKGAP_INLINE int64_t offset(int64_t i) const {
-    const int64_t position = first + i;
-    const int64_t slot = int64_t(blocks[position / cache.block_size]) * cache.block_size + position % cache.block_size;
-    return (slot * cache.kv_heads + kv_head) * cache.head_dim;
-  }
-  SPARKGAP_INLINE const C* key(int64_t i) const { return static_cast<const C*>(cache.keys) + offset(i); }
-  SPARKGAP_INLINE const C* value(int64_t i) const { return static_cast<const C*>(cache.values) + offset(i); }
-};
 
 // True when positions [begin, end) of the sequence lie in blocks that exist; reports a fault otherwise.
 SPARKGAP_INLINE bool blocks_exist(const Cache& cache, const int32_t* blocks, int64_t max_blocks, int64_t begin, int64_t end,

@@ -184,7 +184,7 @@ SPARKGAP_INLINE void sums(const uint8_t* q, int64_t q_stride, const int8_t* pack
 
 SPARKGAP_INLINE Floats to_floats(Ints x) SPARKGAP_EACH_PART(__builtin_convertvector(x.part[i], FloatPart))
 
-template <int R, int B, class Out>
+template <int R, int B>
 void tile(const LinearInt8& args, int64_t row, int64_t block) {
   const int64_t groups = (args.in_features + 3) / 4;
   alignas(64) int32_t padded[B][16];
@@ -211,28 +211,19 @@ void tile(const LinearInt8& args, int64_t row, int64_t block) {
     for (int r = 0; r < R; r++) {
       Floats y = to_floats(acc[r][b]) * (splat(args.row_scales[row + r]) * scales);
       if (args.bias) y = y + bias;
-      store_some(static_cast<Out*>(args.out.data) + (row + r) * args.out.stride + channel, y, left);
+      const int64_t at = (row + r) * args.out.stride + channel;
+      if (args.out.dtype == DType::kFloat32) store_some(static_cast<float*>(args.out.data) + at, y, left);
+      else store_some(static_cast<BFloat16*>(args.out.data) + at, y, left);
     }
   }
 }
 
 // Tiles of R rows while so many are left, then smaller ones.
-template <int R, int B, class Out>
+template <int R, int B>
 SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block) {
-  while (args.rows - row >= R) tile<R, B, Out>(args, row, block), row += R;
+  while (args.rows - row >= R) tile<R, B>(args, row, block), row += R;
   if constexpr (R > 1)
-    if (row < args.rows) column<R - 1, B, Out>(args, row, block);
-}
-
-template <class Out>
-void multiply(const LinearInt8& args, Worker worker) {
-  const int64_t blocks = (args.out_features + 15) / 16;
-  int64_t block = blocks * worker.index / worker.count;
-  const int64_t end = blocks * (worker.index + 1) / worker.count;
-  if (args.rows == 1)
-    for (; end - block >= kRowBlocks; block += kRowBlocks) tile<1, kRowBlocks, Out>(args, 0, block);
-  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks, Out>(args, 0, block);
-  for (; block < end; block++) column<kMaxRows, 1, Out>(args, 0, block);
+    if (row < args.rows) column<R - 1, B>(args, row, block);
 }
 
 }  // namespace
@@ -248,8 +239,13 @@ void quantize_rows(const QuantizeRows& args, Worker worker) {
 }
 
 void linear_int8(const LinearInt8& args, Worker worker) {
-  if (args.out.dtype == DType::kFloat32) multiply<float>(args, worker);
-  else multiply<BFloat16>(args, worker);
+  const int64_t blocks = (args.out_features + 15) / 16;
+  int64_t block = blocks * worker.index / worker.count;
+  const int64_t end = blocks * (worker.index + 1) / worker.count;
+  if (args.rows == 1)
+    for (; end - block >= kRowBlocks; block += kRowBlocks) tile<1, kRowBlocks>(args, 0, block);
+  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block);
+  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block);
 }
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

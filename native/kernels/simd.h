@@ -92,7 +92,12 @@ SPARKGAP_INLINE float fma(float a, float b, float c) {
 #endif
 }
 
-SPARKGAP_INLINE FloatPart fma_part(FloatPart a, FloatPart b, FloatPart c) {
+#if !defined(__FMA__) && !defined(__AVX512F__) && !defined(__aarch64__)
+__attribute__((noinline)) FloatPart  // so many operations that a call costs little, and inlining much code
+#else
+SPARKGAP_INLINE FloatPart
+#endif
+fma_part(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
   return (FloatPart)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
