@@ -46,6 +46,16 @@ HeadRows as_norm_rows(const Tensor& tensor, const char* operand) {
   return {m.data, m.stride, 0, m.dtype};
 }
 
+// Whoever holds the mutex may be waiting for the GIL, so nobody may wait for the mutex while holding the GIL.
+std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const nb::gil_scoped_release released;
+    lock.lock();
+  }
+  return lock;
+}
+
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
@@ -159,7 +169,7 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   if (weight->form == PackedWeight::Form::kInt8) {
     const int64_t stride = int64_t(aligned(size_t(in_features)));
     const size_t quantized_bytes = size_t(rows * stride);
-    const std::lock_guard lock(mutex_);
+    const auto lock = lock_without_gil(mutex_);
     std::byte* memory = workspace(quantized_bytes + size_t(rows) * sizeof(float));
     auto* quantized = reinterpret_cast<uint8_t*>(memory);
     auto* scales = reinterpret_cast<float*>(memory + quantized_bytes);
@@ -175,7 +185,7 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
     return;
   }
   const DType form = weight->form == PackedWeight::Form::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_without_gil(mutex_);
   Call calls[2];
   size_t count = 0;
   if (in.dtype == DType::kBFloat16) {
@@ -269,7 +279,7 @@ void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, 
   const int64_t items = sequences * cache.kv_heads * ((max_rows + kItemRows - 1) / kItemRows);
   const int64_t chunks = (max_length + kChunkPositions - 1) / kChunkPositions;
   const bool share_chunks = threads_ > 1 && chunks > 1 && items < kItemsPerThread * threads_;
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_without_gil(mutex_);
   if (!share_chunks) {
     const Call call = make_call(kernels_.paged_attention, args, scratch);
     submit({&call, 1}, {&queries, &cache_keys, &cache_values, &positions, &row_starts, &block_tables, &out});
