@@ -82,38 +82,54 @@ void quantize(const QuantizeRows& args, Worker worker) {
 constexpr int kMaxRows = 12, kMaxBlocks = 2;
 constexpr int kRowBlocks = 4;  // blocks of channels a single row takes together
 
+// Rows 0 ... 5 from a pointer, as addresses that need no register of their own.
+struct SixRows {
+  const uint8_t* at;
+  int64_t stride, three, five;
+
+  SixRows(const uint8_t* rows, int64_t row_stride) : at(rows), stride(row_stride), three(3 * row_stride), five(5 * row_stride) {
+    // Otherwise the compiler keeps a pointer for every row, more than there are registers.
+    asm("" : "+r"(three), "+r"(five));
+  }
+  SPARKGAP_INLINE __m512i four_of(int r) const {
+    const int64_t offset = r == 3 ? three : r == 5 ? five : r * stride;
+    int32_t four;
+    std::memcpy(&four, at + offset, 4);
+    return _mm512_set1_epi32(four);
+  }
+};
+
+// Not inlined: what surrounds it would take registers from the accumulators.
 template <int R, int B>
-SPARKGAP_INLINE void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups, const int32_t* const* offsets,
-                          Ints (*out)[B]) {
-  __m512i acc[R][B];
-  const int8_t* weights[B];
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const* offsets, Ints (*out)[B]) {
+  IntPart acc[R][B];  // of the type the instruction takes: with another, the compiler copies them in every step
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) {
-    weights[b] = packed + b * groups * 64;
-    const __m512i offset = _mm512_loadu_si512(offsets[b]);
+    const IntPart offset = (IntPart)_mm512_loadu_si512(offsets[b]);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) acc[r][b] = offset;
   }
-  for (int64_t g = 0; g < groups; g++) {
+  SixRows low(q, q_stride), high(q + 6 * q_stride, q_stride);
+  const int64_t block_bytes = groups * 64;
+  for (const int8_t* end = packed + block_bytes; packed != end; packed += 64, low.at += 4, high.at += 4) {
     __m512i w[B];
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
-      w[b] = _mm512_loadu_si512(weights[b] + g * 64);
-      __builtin_prefetch(weights[b] + g * 64 + 1024);
+      w[b] = _mm512_loadu_si512(packed + b * block_bytes);
+      __builtin_prefetch(packed + b * block_bytes + 1024);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      int32_t four;
-      std::memcpy(&four, q + r * q_stride + g * 4, 4);
-      const __m512i x = _mm512_set1_epi32(four);
+      const __m512i x = r < 6 ? low.four_of(r) : high.four_of(r - 6);
 #pragma GCC unroll 4
-      for (int b = 0; b < B; b++) acc[r][b] = _mm512_dpbusd_epi32(acc[r][b], x, w[b]);
+      for (int b = 0; b < B; b++) acc[r][b] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc[r][b], x, w[b]);
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) out[r][b].part[0] = (IntPart)acc[r][b];
+    for (int b = 0; b < B; b++) out[r][b].part[0] = acc[r][b];
 }
 
 #elif defined(__AVX2__)
@@ -124,8 +140,8 @@ constexpr int kRowBlocks = 2;
 // Without VNNI: unsigned times signed bytes add up in pairs with saturation, so the activation's sign moves to the
 // weight; magnitudes of at most 127 then cannot saturate.
 template <int R, int B>
-SPARKGAP_INLINE void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups, const int32_t* const*,
-                          Ints (*out)[B]) {
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const*, Ints (*out)[B]) {
   __m256i acc[R][B][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -164,8 +180,8 @@ constexpr int kMaxRows = 4, kMaxBlocks = 1;
 constexpr int kRowBlocks = 1;
 
 template <int R, int B>
-SPARKGAP_INLINE void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups, const int32_t* const*,
-                          Ints (*out)[B]) {
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const*, Ints (*out)[B]) {
   static_assert(B == 1);
   int32_t acc[R][16] = {};
   for (int64_t g = 0; g < groups; g++) {

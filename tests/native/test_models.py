@@ -90,7 +90,7 @@ def test_bfloat16_model_follows_the_float32_reference(make: Make, variant: str, 
 
 def test_captured_streams(make: Make, variant: str, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    ours = Session(load_saved(model, tmp_path, make(variant)), 1).forward({0: prompt(20)}, (2, 0)).captured
-    reference = Session(load_saved(model, tmp_path, TorchKernels()), 1).forward({0: prompt(20)}, (2, 0)).captured
+    ours = Session(load_saved(model, tmp_path, make(variant)), 1).forward({0: prompt(40)}, (2, 0)).captured
+    reference = Session(load_saved(model, tmp_path, TorchKernels()), 1).forward({0: prompt(40)}, (2, 0)).captured
     assert ours is not None
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)

@@ -92,8 +92,8 @@ kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
 def test_other_python_threads_run_meanwhile(make: Make, variant: str) -> None:
     """The GIL is released: a thread that counts goes on while a long product runs."""
     kernels = make(variant, 1)
-    weight = kernels.prepare_linear(torch.randn(2048, 2048))
-    x = torch.randn(200, 2048)
+    weight = kernels.prepare_linear(torch.randn(1024, 1024))
+    x = torch.randn(100, 1024)
     counted, stop = [0], threading.Event()
 
     def count() -> None:
@@ -103,7 +103,7 @@ def test_other_python_threads_run_meanwhile(make: Make, variant: str) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     before = counted[0]
-    kernels.executor.linear(x, weight.packed, torch.empty(200, 2048))
+    kernels.executor.linear(x, weight.packed, torch.empty(100, 1024))
     during = counted[0] - before
     stop.set()
     thread.join()
