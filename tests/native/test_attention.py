@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import attention
+from native_reference import attention
 from torch import Tensor
 
 from sparkgap.ops import AttentionRows, KVCache

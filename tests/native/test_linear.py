@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import linear_w8a8, quantize
+from native_reference import linear_w8a8, quantize
 from torch import Tensor
 
 from sparkgap.errors import CheckpointError, ConfigError

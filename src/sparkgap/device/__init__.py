@@ -1,0 +1,1 @@
+"""Streams, events and graphs of each device."""
