@@ -36,6 +36,7 @@ Cache as_cache(const Tensor& keys, const Tensor& values) {
           "contiguous float32 or bfloat16 [num_blocks, block_size, kv_heads, head_dim]", keys);
   require(values.type == keys.type && same_shape(keys, values) && values.contiguous_from(0), "cache values",
           "of the keys' shape and dtype, contiguous", values);
+  require(keys.size(3) <= kLargestHeadDim, "cache keys", "of a head_dim of at most 1024", keys);
   return {keys.data, values.data, keys.size(0), keys.size(1), keys.size(2), keys.size(3), keys.dtype()};
 }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kStagePositions = 64;
 constexpr int64_t kItemQueries = 48;
+constexpr int64_t kFetchDistance = 32;  // positions
 
 SPARKGAP_INLINE int64_t item_rows(int64_t group) { return larger<int64_t>(1, kItemQueries / group); }
 
@@ -84,17 +85,25 @@ struct Source {
   int64_t first;  // position or row of the chunk's first
   int64_t kv_head;
 
-  SPARKGAP_INLINE int64_t row(int64_t i) const {
-    const int64_t place = first + i;
-    return blocks ? int64_t(blocks[place / block_size]) * block_size + place % block_size : place;
+  // Rows of places begin ... end - 1, at their places in `rows`.
+  void find_rows(int64_t begin, int64_t end, int64_t* rows) const {
+    if (!blocks) {
+      for (int64_t i = begin; i < end; i++) rows[i] = first + i;
+      return;
+    }
+    int64_t block = (first + begin) / block_size, offset = (first + begin) % block_size;
+    for (int64_t i = begin; i < end; i++) {
+      rows[i] = int64_t(blocks[block]) * block_size + offset;
+      if (++offset == block_size) offset = 0, block++;
+    }
   }
   template <class C>
-  SPARKGAP_INLINE const C* key(int64_t i) const {
-    return static_cast<const C*>(keys.data) + row(i) * keys.row_stride + kv_head * keys.head_stride;
+  SPARKGAP_INLINE const C* key(int64_t row) const {
+    return static_cast<const C*>(keys.data) + row * keys.row_stride + kv_head * keys.head_stride;
   }
   template <class C>
-  SPARKGAP_INLINE const C* value(int64_t i) const {
-    return static_cast<const C*>(values.data) + row(i) * values.row_stride + kv_head * values.head_stride;
+  SPARKGAP_INLINE const C* value(int64_t row) const {
+    return static_cast<const C*>(values.data) + row * values.row_stride + kv_head * values.head_stride;
   }
 };
 
@@ -104,32 +113,71 @@ SPARKGAP_INLINE Source cache_source(const Cache& cache, const int32_t* blocks, i
           blocks, cache.block_size, first, kv_head};
 }
 
-// Keys of 16 positions as [head_dim, 16]; positions at or past `count` are zero.
+// Features d ... d + 15 of 16 keys to out[d ... d + 15][16].
 template <class C>
-void stage_keys(const Stage& s, const Source& source, int64_t first, int64_t count, float* out) {
-  const C* keys[16];
-  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key<C>(first + i) : nullptr;
-  for (int64_t d = 0; d < s.head_dim; d += 16) {
-    const int64_t left = s.head_dim - d;
-    Floats rows[16];
+SPARKGAP_INLINE void turn_keys(const C* const* keys, int64_t d, int64_t head_dim, float* out) {
+  const int64_t left = head_dim - d;
+  Floats rows[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) rows[i] = keys[i] ? load_some(keys[i] + d, left) : splat(0.0f);
-    if (left >= 16) {
-      transpose(rows, out + d * 16);
-    } else {
-      float columns[16 * 16];
-      transpose(rows, columns);
-      std::memcpy(out + d * 16, columns, size_t(left) * 16 * 4);
+  for (int i = 0; i < 16; i++) rows[i] = load_some(keys[i] + d, left);
+  if (left >= 16) return transpose(rows, out + d * 16);
+  float columns[16 * 16];
+  transpose(rows, columns);
+  std::memcpy(out + d * 16, columns, size_t(left) * 16 * 4);
+}
+
+// The same for features d ... d + 31 in bfloat16, two at a time: half the shuffles.
+SPARKGAP_INLINE void turn_key_pairs(const BFloat16* const* keys, int64_t d, float* out) {
+  Floats rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) std::memcpy(&rows[i], keys[i] + d, sizeof rows[i]);
+  float columns[16 * 16];
+  transpose(rows, columns);
+  for (int pair = 0; pair < 16; pair++) {
+    const Floats both = load(columns + pair * 16);
+    Floats even, odd;
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; i++) {
+      even.part[i] = (FloatPart)((UIntPart)both.part[i] << 16);
+      odd.part[i] = (FloatPart)((UIntPart)both.part[i] & 0xffff0000u);
     }
+    store(out + (d + 2 * pair) * 16, even);
+    store(out + (d + 2 * pair + 1) * 16, odd);
   }
 }
 
+// Keys of 16 rows as [head_dim, 16]; at or past `count` they are zero.
 template <class C>
-void stage_values(const Stage& s, const Source& source, int64_t first, int64_t begin, int64_t end) {
+void stage_keys(const Stage& s, const Source& source, const int64_t* rows, int64_t count, float* out) {
+  alignas(64) static const C zeros[kLargestHeadDim] = {};
+  const C* keys[16];
+  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key<C>(rows[i]) : zeros;
+  int64_t d = 0;
+  if constexpr (sizeof(C) == 2)
+    for (; d + 32 <= s.head_dim; d += 32) turn_key_pairs(keys, d, out);
+  for (; d < s.head_dim; d += 16) turn_keys(keys, d, s.head_dim, out);
+}
+
+template <class C>
+void stage_values(const Stage& s, const Source& source, const int64_t* rows, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
-    const C* value = source.value<C>(first + i);
+    const C* value = source.value<C>(rows[i]);
     for (int64_t d = 0; d < s.head_dim; d += 16)
       store(s.values + d * kStagePositions + i * 16, load_some(value + d, s.head_dim - d));
+  }
+}
+
+// Rows of one head are too far apart for the hardware to see the pattern.
+template <class C>
+SPARKGAP_INLINE void fetch_ahead(const C* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += int64_t(64 / sizeof(C))) __builtin_prefetch(row + d);
+}
+
+template <class C>
+void fetch_rows(const Stage& s, const Source& source, const int64_t* rows, int64_t begin, int64_t end, int64_t limit) {
+  for (int64_t i = begin; i < smaller(end, limit); i++) {
+    fetch_ahead(source.key<C>(rows[i]), s.head_dim);
+    fetch_ahead(source.value<C>(rows[i]), s.head_dim);
   }
 }
 
@@ -187,13 +235,22 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
     }
   if (begin >= end) return;
   begin = begin / 16 * 16;
+  const bool wide = source.keys.dtype == DType::kFloat32;
+  int64_t places[kChunkPositions];
+  source.find_rows(begin, end, places);
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
-    for (int64_t b = 0; b < blocks; b++)
-      if (source.keys.dtype == DType::kFloat32)
-        stage_keys<float>(s, source, first + b * 16, count - b * 16, s.keys + b * s.head_dim * 16);
-      else
-        stage_keys<BFloat16>(s, source, first + b * 16, count - b * 16, s.keys + b * s.head_dim * 16);
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = first + b * 16;
+      float* out = s.keys + b * s.head_dim * 16;
+      if (wide) {
+        fetch_rows<float>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
+        stage_keys<float>(s, source, places + at, end - at, out);
+      } else {
+        fetch_rows<BFloat16>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
+        stage_keys<BFloat16>(s, source, places + at, end - at, out);
+      }
+    }
     multiply_tiles(queries, s.queries, s.head_dim, s.keys, s.head_dim * 16, blocks, s.head_dim, s.scores + first,
                    kChunkPositions, false);
   }
@@ -210,8 +267,8 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
       if (b < e) low = smaller(low, b), high = larger(high, e);
     }
     if (low >= high) continue;
-    if (source.values.dtype == DType::kFloat32) stage_values<float>(s, source, first, low, high);
-    else stage_values<BFloat16>(s, source, first, low, high);
+    if (wide) stage_values<float>(s, source, places + first, low, high);
+    else stage_values<BFloat16>(s, source, places + first, low, high);
     weigh_values(s, rows, first, low, high);
   }
 }

@@ -152,6 +152,7 @@ struct Argmax {
 // Attention's softmax runs over chunks of positions counted from 0 (and a block's own rows as chunks after them).
 // Each chunk gives its largest score, sum and weighted values; chunks are joined one after another.
 constexpr int64_t kChunkPositions = 128;
+constexpr int64_t kLargestHeadDim = 1024;
 
 struct PagedAttention {
   HeadRows queries;
