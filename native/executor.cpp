@@ -274,12 +274,12 @@ void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, 
   PagedAttention args{q,     cache, as_int64(positions, "positions", rows), starts, tables, sequences, rows, heads, block_tables.size(1),
                       scale, window, result, nullptr, 0};
   const size_t scratch = kernels_.attention_scratch_bytes(heads, cache.kv_heads, cache.head_dim);
-  // Few rows over long contexts leave threads without work unless chunks are shared out too. Both ways join the same
-  // chunks in the same order, so the choice does not show in the result.
+  // Few rows over long contexts leave threads without work unless chunks are shared out too, and read memory better chunk
+  // by chunk. Both ways join the same chunks in the same order, so the choice does not show in the result.
   constexpr int64_t kItemRows = 16, kItemsPerThread = 8;
   const int64_t items = sequences * cache.kv_heads * ((max_rows + kItemRows - 1) / kItemRows);
   const int64_t chunks = (max_length + kChunkPositions - 1) / kChunkPositions;
-  const bool share_chunks = threads_ > 1 && chunks > 1 && items < kItemsPerThread * threads_;
+  const bool share_chunks = chunks > 1 && items < kItemsPerThread * threads_;
   const auto lock = lock_without_gil(mutex_);
   if (!share_chunks) {
     const Call call = make_call(kernels_.paged_attention, args, scratch);

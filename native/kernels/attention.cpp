@@ -85,15 +85,16 @@ void attend(const PagedAttention& args, Worker worker) {
         if (worker.index == 0) zero_rows<X>(args.out, row, row + item.rows, args.heads, args.cache.head_dim);
         continue;
       }
-      for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++) {
-        if (!args.partial) {
+      if (!args.partial) {
+        for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
           if (turn++ % worker.count == worker.index)
             attend_item<X>(args, stage, item, kv_head, item.first_chunk, item.end_chunk);
-          continue;
-        }
-        for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++)
-          if (turn++ % worker.count == worker.index) attend_item<X>(args, stage, item, kv_head, chunk, chunk + 1);
+        continue;
       }
+      // A position's heads lie side by side in memory: they are read one soon after the other.
+      for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++)
+        for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
+          if (turn++ % worker.count == worker.index) attend_item<X>(args, stage, item, kv_head, chunk, chunk + 1);
     }
   }
   const int64_t used = args.row_starts[args.sequences];

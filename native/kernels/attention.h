@@ -170,7 +170,7 @@ void stage_values(const Stage& s, const Source& source, const int64_t* rows, int
 // Rows of one head are too far apart for the hardware to see the pattern.
 template <class C>
 SPARKGAP_INLINE void fetch_ahead(const C* row, int64_t head_dim) {
-  for (int64_t d = 0; d < head_dim; d += int64_t(64 / sizeof(C))) __builtin_prefetch(row + d);
+  for (int64_t d = 0; d < head_dim; d += int64_t(64 / sizeof(C))) __builtin_prefetch(row + d, 0, 2);
 }
 
 template <class C>
@@ -238,6 +238,8 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
   const bool wide = source.keys.dtype == DType::kFloat32;
   int64_t places[kChunkPositions];
   source.find_rows(begin, end, places);
+  if (wide) fetch_rows<float>(s, source, places, begin, begin + kFetchDistance, end);
+  else fetch_rows<BFloat16>(s, source, places, begin, begin + kFetchDistance, end);
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
     for (int64_t b = 0; b < blocks; b++) {

@@ -27,7 +27,13 @@ class Case:
 
 
 def make_case(
-    lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, seed: int, spare: int = 2
+    lengths: list[int],
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    spare: int = 2,
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
     width = max(-(-length // block_size) for length in lengths) + spare
@@ -45,7 +51,9 @@ def make_case(
     return Case(cache, keys, values, order.to(torch.int32).contiguous())
 
 
-def causal(case: Case, q: Tensor, counts: list[int], positions: list[int], scale: float, window: int | None) -> Tensor:
+def causal(
+    case: Case, q: Tensor, counts: list[int], positions: list[int], scale: float, window: int | None
+) -> Tensor:
     sequence_of = [s for s, n in enumerate(counts) for _ in range(n)]
     visible = []
     for s, position in zip(sequence_of, positions, strict=True):

@@ -105,7 +105,11 @@ def test_float_linear(
 @pytest.mark.parametrize("rows", [2, 7, 12, 13, 48, 49, 64, 130])
 def test_rows_are_independent(make: Make, variant: str, form: str, rows: int) -> None:
     g = torch.Generator().manual_seed(rows)
-    x, w, b = torch.randn(rows, 100, generator=g), torch.randn(150, 100, generator=g), torch.randn(150, generator=g)
+    x, w, b = (
+        torch.randn(rows, 100, generator=g),
+        torch.randn(150, 100, generator=g),
+        torch.randn(150, generator=g),
+    )
     kernels = kernels_for(make, variant, form)
     weight = prepared(kernels, form, w, b)
     together = kernels.linear(x, weight)

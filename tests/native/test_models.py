@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CPU, Session, load_saved, tiny_model
 from native_reference import linear_w8a8
+from tiny_models import CPU, Session, load_saved, tiny_model
 
 from sparkgap.ops import LinearWeight, TorchKernels
 from sparkgap.ops.native_kernels import NativeKernels

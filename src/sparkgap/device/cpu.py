@@ -19,8 +19,8 @@ class CaptureError(RuntimeError):
 class CpuGraph:
     """A recorded pass over tensors at fixed addresses.
 
-    Recording runs nothing: results are undefined until the first `replay`. The graph keeps alive every tensor its
-    calls read or write, those made during the capture included, and has its own memory for intermediate results.
+    Recording runs nothing: results are undefined until the first `replay`. The graph keeps alive every tensor that
+    its calls read or write, those made during the capture included, and has its own memory for what lies between.
     Replays read the present content of the tensors: change them in place.
 
     Example:
@@ -40,8 +40,8 @@ class CpuGraph:
         """Record the native kernels that are called inside the block, once.
 
         Raises:
-            CaptureError: torch computed something inside the block, or the graph was captured before. A graph whose
-                capture failed cannot be replayed.
+            CaptureError: torch computed something inside the block, or the graph was captured before. A graph
+                whose capture failed cannot be replayed.
         """
         if self._captured:
             raise CaptureError("the graph was captured before; make a new one")
@@ -50,7 +50,7 @@ class CpuGraph:
         self._executor.begin_capture(graph)
         failed = True
         try:
-            with _NoCompute():
+            with _NoCompute():  # type: ignore[no-untyped-call]
                 yield
             failed = False
         finally:
@@ -74,7 +74,7 @@ class CpuGraph:
         return len(self._graph)
 
 
-class _NoCompute(TorchDispatchMode):
+class _NoCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets views and uninitialized memory through and refuses every other torch operation."""
 
     def __torch_dispatch__(
@@ -87,7 +87,9 @@ class _NoCompute(TorchDispatchMode):
         del types
         call: Callable[..., Any] = func
         if func not in _ALLOCATIONS and not _is_view(func):
-            raise CaptureError(f"{func} was called during capture; a replay would leave it out. Use the kernels' operations")
+            raise CaptureError(
+                f"{func} was called during capture; a replay would leave it out. Use the kernels' operations"
+            )
         return call(*args, **(kwargs or {}))
 
 

@@ -2,8 +2,8 @@
 
 Activations are float32 whatever the model's dtype is: at the few rows of a decoding pass they are a few kilobytes
 against megabytes of weights, so bfloat16 would save nothing, cost two conversions an operation and round the
-residual stream at every layer. Weights and KV cache, which are what memory bandwidth goes to, keep the model's dtype
-or are quantized. Operations also take bfloat16 activations and answer in kind.
+residual stream at every layer. Weights and KV cache, which are what memory bandwidth goes to, keep the model's
+dtype or are quantized. Operations also take bfloat16 activations and answer in kind.
 
 A row's result has the same bits whatever rows stand beside it, however many threads run and whichever instruction
 set the kernels were compiled for.
@@ -82,8 +82,12 @@ class NativeKernels(Kernels):
             bias = bias.detach().to(torch.float32).contiguous()
         packed = self.executor.pack_linear(source.contiguous(), bias, form)
         if form == "int8" and not torch.tensor(packed.scales()).isfinite().all():
-            raise CheckpointError(f"a weight of shape {list(weight.shape)} has infinities or NaN: it cannot be quantized")
-        return NativeLinearWeight(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed)
+            raise CheckpointError(
+                f"a weight of shape {list(weight.shape)} has infinities or NaN: it cannot be quantized"
+            )
+        return NativeLinearWeight(
+            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed
+        )
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
@@ -162,7 +166,16 @@ class NativeKernels(Kernels):
         del max_length
         out = torch.empty(queries.shape, dtype=queries.dtype)
         self.executor.block_attention(
-            queries, keys, values, cache.keys, cache.values, context_lengths, block_tables, scale, sliding_window or 0, out
+            queries,
+            keys,
+            values,
+            cache.keys,
+            cache.values,
+            context_lengths,
+            block_tables,
+            scale,
+            sliding_window or 0,
+            out,
         )
         return out
 
@@ -176,8 +189,10 @@ class NativeKernels(Kernels):
         """See `Kernels.concat`."""
         widths = [tensor.shape[-1] for tensor in tensors]
         out = torch.empty((*tensors[0].shape[:-1], sum(widths)), dtype=tensors[0].dtype)
-        for tensor, part in zip(tensors, out.split(widths, dim=-1), strict=True):
-            self.executor.convert(tensor, part)
+        start = 0
+        for tensor, width in zip(tensors, widths, strict=True):
+            self.executor.convert(tensor, out[..., start : start + width])
+            start += width
         return out
 
     def to_float32(self, x: Tensor) -> Tensor:
