@@ -36,7 +36,8 @@ SPARKGAP_INLINE Item make_item(const PagedAttention& args, int64_t sequence, int
 
 template <class X>
 void attend_item(const PagedAttention& args, Stage& stage, const Item& item, int64_t kv_head, int64_t first_chunk,
-                 int64_t end_chunk) {
+                 int64_t end_chunk, int64_t turns_ahead, bool fetched) {
+  // `turns_ahead` counts pairs of chunk and KV head, heads first, to the next one of this thread.
   const int64_t first_head = kv_head * stage.group;
   load_queries<X>(stage, args.queries, item.row, item.rows, first_head, args.scale);
   for (int64_t chunk = first_chunk; chunk < end_chunk; chunk++) {
@@ -45,7 +46,13 @@ void attend_item(const PagedAttention& args, Stage& stage, const Item& item, int
       stage.ranges[r] = visible(position, position + 1, args.window, chunk * kChunkPositions);
     }
     const int32_t* blocks = args.block_tables + item.sequence * args.max_blocks;
-    attend_chunk(stage, cache_source(args.cache, blocks, chunk * kChunkPositions, kv_head), item.rows);
+    const int64_t kv_heads = args.cache.kv_heads, next = chunk * kv_heads + kv_head + turns_ahead;
+    const Source ahead = cache_source(args.cache, blocks, next / kv_heads * kChunkPositions, next % kv_heads);
+    const int64_t ahead_end = smaller(kChunkPositions, item.end - ahead.first);
+    const bool more = next / kv_heads < item.end_chunk;
+    attend_chunk(stage, cache_source(args.cache, blocks, chunk * kChunkPositions, kv_head), item.rows, fetched,
+                 more ? &ahead : nullptr, ahead_end);
+    fetched = more;
     if (!args.partial) {
       join_rows(stage, item.rows);
       continue;
@@ -88,13 +95,17 @@ void attend(const PagedAttention& args, Worker worker) {
       if (!args.partial) {
         for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
           if (turn++ % worker.count == worker.index)
-            attend_item<X>(args, stage, item, kv_head, item.first_chunk, item.end_chunk);
+            attend_item<X>(args, stage, item, kv_head, item.first_chunk, item.end_chunk, args.cache.kv_heads, false);
         continue;
       }
       // A position's heads lie side by side in memory: they are read one soon after the other.
+      bool fetched = false;
       for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++)
         for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
-          if (turn++ % worker.count == worker.index) attend_item<X>(args, stage, item, kv_head, chunk, chunk + 1);
+          if (turn++ % worker.count == worker.index) {
+            attend_item<X>(args, stage, item, kv_head, chunk, chunk + 1, worker.count, fetched);
+            fetched = true;
+          }
     }
   }
   const int64_t used = args.row_starts[args.sequences];

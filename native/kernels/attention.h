@@ -179,6 +179,7 @@ void fetch_rows(const Stage& s, const Source& source, const int64_t* rows, int64
     fetch_ahead(source.key<C>(rows[i]), s.head_dim);
     fetch_ahead(source.value<C>(rows[i]), s.head_dim);
   }
+  asm volatile("");  // GCC 12 drops calls of a function that does nothing but prefetch
 }
 
 // Scores to weights for one query; returns its largest score and the sum of weights.
@@ -225,7 +226,11 @@ inline void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t be
 
 // One chunk for all rows of the item; `s.ranges` says what each sees of it. Gives `part`, `part_largest`, `part_sum`
 // of the rows that see any.
-inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
+//
+// `ahead`, when given, is the chunk this thread comes to next, of which `ahead_end` places will be read: they are
+// fetched into the cache meanwhile, and `fetched` says that this was done for the present chunk.
+inline void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetched = false, const Source* ahead = nullptr,
+                         int64_t ahead_end = 0) {
   const int64_t queries = rows * s.group;
   int64_t begin = kChunkPositions, end = 0;
   for (int64_t r = 0; r < rows; r++)
@@ -238,20 +243,22 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows) {
   const bool wide = source.keys.dtype == DType::kFloat32;
   int64_t places[kChunkPositions];
   source.find_rows(begin, end, places);
-  if (wide) fetch_rows<float>(s, source, places, begin, begin + kFetchDistance, end);
-  else fetch_rows<BFloat16>(s, source, places, begin, begin + kFetchDistance, end);
+  int64_t places_ahead[kChunkPositions];
+  if (ahead) ahead->find_rows(0, ahead_end, places_ahead);
+  const auto fetch = [&](const Source& from, const int64_t* at, int64_t from_place, int64_t count, int64_t limit) {
+    if (wide) fetch_rows<float>(s, from, at, from_place, from_place + count, limit);
+    else fetch_rows<BFloat16>(s, from, at, from_place, from_place + count, limit);
+  };
+  if (!fetched) fetch(source, places, begin, kFetchDistance, end);
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t at = first + b * 16;
       float* out = s.keys + b * s.head_dim * 16;
-      if (wide) {
-        fetch_rows<float>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
-        stage_keys<float>(s, source, places + at, end - at, out);
-      } else {
-        fetch_rows<BFloat16>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
-        stage_keys<BFloat16>(s, source, places + at, end - at, out);
-      }
+      if (!fetched) fetch(source, places, at + kFetchDistance, 16, end);
+      if (ahead) fetch(*ahead, places_ahead, at, 16, ahead_end);
+      if (wide) stage_keys<float>(s, source, places + at, end - at, out);
+      else stage_keys<BFloat16>(s, source, places + at, end - at, out);
     }
     multiply_tiles(queries, s.queries, s.head_dim, s.keys, s.head_dim * 16, blocks, s.head_dim, s.scores + first,
                    kChunkPositions, false);
