@@ -295,7 +295,7 @@ void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, 
 
 void Executor::block_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& cache_keys,
                                const Tensor& cache_values, const Tensor& context_lengths, const Tensor& block_tables,
-                               float scale, int64_t window, const Tensor& out) {
+                               float scale, int64_t window, bool causal, const Tensor& out) {
   const Cache cache = as_cache(cache_keys, cache_values);
   require(queries.dims == 4 && queries.is_float() && queries.contiguous_from(0), "queries",
           "contiguous float32 or bfloat16 [sequences, block_rows, heads, head_dim]", queries);
@@ -318,7 +318,7 @@ void Executor::block_attention(const Tensor& queries, const Tensor& keys, const 
   if (window < 0) throw std::invalid_argument("sliding_window must not be negative");
   const BlockAttention args{q, rows_of(keys, "keys"), rows_of(values, "values"), cache,
                             as_int64(context_lengths, "context_lengths", sequences), tables, sequences, block_rows, heads,
-                            block_tables.size(1), scale, window, result};
+                            block_tables.size(1), scale, window, causal, result};
   const Call call = make_call(kernels_.block_attention, args,
                               kernels_.attention_scratch_bytes(heads, cache.kv_heads, cache.head_dim));
   submit({&call, 1}, {&queries, &keys, &values, &cache_keys, &cache_values, &context_lengths, &block_tables, &out});

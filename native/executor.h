@@ -77,7 +77,7 @@ class Executor {
                        int64_t window, const Tensor& out);
   void block_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& cache_keys,
                        const Tensor& cache_values, const Tensor& context_lengths, const Tensor& block_tables, float scale,
-                       int64_t window, const Tensor& out);
+                       int64_t window, bool causal, const Tensor& out);
   void silu_mul(const Tensor& gate_up, const Tensor& out);
   void embed(const Tensor& token_ids, const Tensor& table, const Tensor& out);
   void argmax(const Tensor& x, const Tensor& out);

@@ -64,7 +64,7 @@ NB_MODULE(_native, m) {
       .def("paged_attention", &Executor::paged_attention, "queries"_a, "cache_keys"_a, "cache_values"_a, "positions"_a,
            "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a)
       .def("block_attention", &Executor::block_attention, "queries"_a, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a,
-           "context_lengths"_a, "block_tables"_a, "scale"_a, "window"_a, "out"_a)
+           "context_lengths"_a, "block_tables"_a, "scale"_a, "window"_a, "causal"_a, "out"_a)
       .def("silu_mul", &Executor::silu_mul, "gate_up"_a, "out"_a)
       .def("embed", &Executor::embed, "token_ids"_a, "table"_a, "out"_a)
       .def("argmax", &Executor::argmax, "x"_a, "out"_a)

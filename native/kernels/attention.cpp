@@ -145,7 +145,8 @@ void attend_block_rows(const BlockAttention& args, Stage& stage, int64_t sequenc
     join_rows(stage, rows);
   }
   for (int64_t chunk = 0; chunk < args.block_rows; chunk += kChunkPositions) {
-    for (int64_t r = 0; r < rows; r++) stage.ranges[r] = visible(first + r, args.block_rows, args.window, chunk);
+    for (int64_t r = 0; r < rows; r++)
+      stage.ranges[r] = visible(first + r, args.causal ? first + r + 1 : args.block_rows, args.window, chunk);
     attend_chunk(stage, {args.keys, args.values, nullptr, 0, sequence * args.block_rows + chunk, kv_head}, rows);
     join_rows(stage, rows);
   }

@@ -178,6 +178,7 @@ struct BlockAttention {
   int64_t sequences, block_rows, heads, max_blocks;
   float scale;
   int64_t window;
+  bool causal;  // a row sees itself and the block's rows before it, not those after
   HeadRows out;
 };
 

@@ -78,6 +78,7 @@ class Executor:
         block_tables: Tensor,
         scale: float,
         window: int,
+        causal: bool,
         out: Tensor,
     ) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...

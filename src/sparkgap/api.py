@@ -148,6 +148,7 @@ class LLM:
             "file_bytes": loaded.checkpoint.size_bytes,
             "device": str(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": loaded.quantization,
             "threads": loaded.threads,
             "vocab_size": target.config.vocab_size,
             "eos_token_ids": list(self._engine.model.eos_token_ids),

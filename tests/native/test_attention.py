@@ -51,9 +51,7 @@ def make_case(
     return Case(cache, keys, values, order.to(torch.int32).contiguous())
 
 
-def causal(
-    case: Case, q: Tensor, counts: list[int], positions: list[int], scale: float, window: int | None
-) -> Tensor:
+def causal(case: Case, q: Tensor, counts: list[int], positions: list[int], scale: float, window: int | None) -> Tensor:
     sequence_of = [s for s, n in enumerate(counts) for _ in range(n)]
     visible = []
     for s, position in zip(sequence_of, positions, strict=True):
@@ -182,7 +180,7 @@ def test_bad_blocks_and_lengths_raise(make: Make, variant: str) -> None:
 
 
 def block_reference(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None
+    case: Case, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None, causal: bool
 ) -> Tensor:
     rows = []
     for s, length in enumerate(lengths):
@@ -190,7 +188,8 @@ def block_reference(
         values = torch.cat([case.values[s][:length].double(), v[s].double()])
         place = torch.arange(keys.shape[0])
         count = q.shape[1]
-        visible = [place > length + i - (window or 10**9) for i in range(count)]
+        last = [length + (i if causal else count) for i in range(count)]
+        visible = [(place > length + i - (window or 10**9)) & (place <= last[i]) for i in range(count)]
         rows.append(attention(q[s], [keys] * count, [values] * count, visible, scale))
     return torch.stack(rows)
 
@@ -202,6 +201,7 @@ def block_reference(
     group=st.sampled_from([1, 3]),
     head_dim=st.sampled_from([16, 24]),
     window=st.sampled_from([None, 1, 12, 150]),
+    causal=st.booleans(),
     dtype=dtypes,
     cache_dtype=dtypes,
     seed=st.integers(0, 999),
@@ -214,6 +214,7 @@ def test_block_attention(
     group: int,
     head_dim: int,
     window: int | None,
+    causal: bool,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     seed: int,
@@ -224,9 +225,9 @@ def test_block_attention(
     q = torch.randn(n, block_rows, 2 * group, head_dim, generator=g).to(dtype)
     k, v = torch.randn(2, n, block_rows, 2, head_dim, generator=g).to(dtype)
     context = torch.tensor(lengths)
-    out = make(variant).block_attention(q, k, v, case.cache, context, case.block_tables, 0.25, window)
+    out = make(variant).block_attention(q, k, v, case.cache, context, case.block_tables, 0.25, window, causal=causal)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-5
-    expected = block_reference(case, q, k, v, lengths, 0.25, window)
+    expected = block_reference(case, q, k, v, lengths, 0.25, window, causal)
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 

@@ -77,9 +77,7 @@ def test_silu_of_extremes(make: Make, variant: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_write(make: Make, variant: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     shape = (5, 4, 2, 24)
-    cache = KVCache(
-        torch.full(shape, torch.nan, dtype=cache_dtype), torch.full(shape, torch.nan, dtype=cache_dtype)
-    )
+    cache = KVCache(torch.full(shape, torch.nan, dtype=cache_dtype), torch.full(shape, torch.nan, dtype=cache_dtype))
     qkv = randn(4, 7, 24, dtype=dtype)
     slots = torch.tensor([7, -1, 19, 0])
     make(variant).kv_write(qkv[:, 3:5], qkv[:, 5:7], cache, slots)

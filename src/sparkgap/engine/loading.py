@@ -17,7 +17,7 @@ from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
-from sparkgap.ops import KVCache, make_kernels
+from sparkgap.ops import KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
@@ -33,6 +33,7 @@ class LoadedEngine:
         target: the network.
         caches: its KV caches.
         threads: compute threads.
+        quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
     """
 
@@ -41,6 +42,7 @@ class LoadedEngine:
     target: Decoder
     caches: Seq[KVCache]
     threads: int
+    quantization: Quantization | None
     speculation: ChosenDrafter | None
 
 
@@ -53,8 +55,11 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype)
+    quantization = resolve_quantization(config, device)
     threads = config.threads or usable_cores()
-    torch.set_num_threads(threads)
+    kernels = make_kernels(device, dtype, quantization, threads)
+    # The native kernels have threads of their own, which torch's must not compete with.
+    torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
@@ -62,7 +67,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         target = load_target(
             checkpoint.config,
             checkpoint.weights,
-            kernels=make_kernels(device),
+            kernels=kernels,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -75,7 +80,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     runner = _make_runner(target, caches, sampler, chosen, draft_caches, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, chosen)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -111,6 +116,12 @@ def resolve_dtype(name: str) -> torch.dtype:
         "float32": torch.float32,
     }
     return dtypes[name]
+
+
+def resolve_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
+    """The quantization of the settings."""
+    by_default = config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu"
+    return "w8a8" if by_default or config.quantization == "w8a8" else None
 
 
 def resolve_max_model_len(wanted: int | None, model: ModelConfig, name: str) -> int:

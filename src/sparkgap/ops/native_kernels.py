@@ -85,9 +85,7 @@ class NativeKernels(Kernels):
             raise CheckpointError(
                 f"a weight of shape {list(weight.shape)} has infinities or NaN: it cannot be quantized"
             )
-        return NativeLinearWeight(
-            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed
-        )
+        return NativeLinearWeight(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
@@ -161,6 +159,7 @@ class NativeKernels(Kernels):
         scale: float,
         sliding_window: int | None = None,
         max_length: int = 0,
+        causal: bool = False,
     ) -> Tensor:
         """See `Kernels.block_attention`; `max_length` is not needed, lengths are read where they lie."""
         del max_length
@@ -175,6 +174,7 @@ class NativeKernels(Kernels):
             block_tables,
             scale,
             sliding_window or 0,
+            causal,
             out,
         )
         return out
