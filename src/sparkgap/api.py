@@ -3,11 +3,13 @@
 import difflib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from sparkgap import __version__
 from sparkgap.catalog.progress import ProgressReporter
@@ -16,6 +18,7 @@ from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
+from sparkgap.engine.scoring import next_token_probabilities
 from sparkgap.errors import ConfigError, PromptError
 
 Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
@@ -112,7 +115,9 @@ class LLM:
         prompts = [self._render(conversation, template_variables) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, giving what is new as it comes; the last output has `finished` and `metrics`.
 
         The prompt is checked at once; the request starts with the first item asked for. Closing the iterator, or
@@ -128,9 +133,18 @@ class LLM:
 
     def stream_chat(
         self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation, giving what is new as it comes; as `stream`."""
         return self.stream(self._render(messages, template_variables), sampling_params)
+
+    def next_token_probabilities(self, prompt: Seq[int], sampling_params: SamplingParams) -> Tensor:
+        """The distribution that the token after `prompt` (token ids) is drawn from, without speculation.
+
+        Returns:
+            float32 `[vocab]`.
+        """
+        with self._lock:
+            return next_token_probabilities(self._loaded, list(prompt), sampling_params)
 
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
@@ -193,7 +207,7 @@ class LLM:
                 self._drop(request.request_id)
         return [finished[request.request_id] for request in requests]
 
-    def _iterate(self, request: Request) -> Iterator[RequestOutput]:
+    def _iterate(self, request: Request) -> Generator[RequestOutput, None, None]:
         try:
             with self._lock:
                 self._add(request)

@@ -15,7 +15,7 @@ NO_GRAPHS: Mapping[str, Any] = {
     "replays": {"target": 0, "draft": 0, "context": 0},
     "eager": {},
 }
-"""Counters of captured graphs. There are none in this version; `eager` counts the rounds outside declared capacities."""
+"""Counters of captured graphs. There are none yet; `eager` counts rounds outside declared capacities."""
 
 
 def footer(output: "RequestOutput", num_tokens: int) -> str:
