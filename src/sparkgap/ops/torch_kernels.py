@@ -177,7 +177,7 @@ class TorchKernels(Kernels):
 
 def _linear(x: Tensor, weight: LinearWeight) -> Tensor:
     rows = x.shape[0]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or rows >= _PRODUCT_ROWS:
+    if x.device.type != "cpu" or rows >= _PRODUCT_ROWS:
         return functional.linear(x, weight.weight, weight.bias)
     padded = functional.pad(x, (0, 0, 0, _PRODUCT_ROWS - rows))
     return functional.linear(padded, weight.weight, weight.bias)[:rows].clone()
