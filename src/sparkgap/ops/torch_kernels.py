@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 2**17
 """Most key features in one product over several sequences on a CPU: 512 KiB in float32 stay in a core's cache."""
 
 
-_PRODUCT_ROWS = 8
+_FEWEST_ROWS = {torch.float32: 8, torch.bfloat16: 2}
 """Fewest rows of a matrix product on a CPU. Below, the libraries (MKL, oneDNN) add in another order than above."""
 
 _LENGTH_STEP = 16
@@ -177,9 +177,10 @@ class TorchKernels(Kernels):
 
 def _linear(x: Tensor, weight: LinearWeight) -> Tensor:
     rows = x.shape[0]
-    if x.device.type != "cpu" or rows >= _PRODUCT_ROWS:
+    fewest = _FEWEST_ROWS.get(x.dtype, 1)
+    if x.device.type != "cpu" or rows >= fewest:
         return functional.linear(x, weight.weight, weight.bias)
-    padded = functional.pad(x, (0, 0, 0, _PRODUCT_ROWS - rows))
+    padded = functional.pad(x, (0, 0, 0, fewest - rows))
     return functional.linear(padded, weight.weight, weight.bias)[:rows].clone()
 
 
@@ -328,8 +329,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | Non
     grouped = queries.view(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
     grouped = _contiguous(grouped, torch.float32).view(num_sequences * kv_heads, rows, head_dim)
     on_cpu = queries.device.type == "cpu"
-    if on_cpu and rows < _PRODUCT_ROWS:
-        grouped = functional.pad(grouped, (0, 0, 0, _PRODUCT_ROWS - rows))
+    if on_cpu and rows < _FEWEST_ROWS[torch.float32]:
+        grouped = functional.pad(grouped, (0, 0, 0, _FEWEST_ROWS[torch.float32] - rows))
     padded_length = -(-length // _LENGTH_STEP) * _LENGTH_STEP if on_cpu else length
     scores = torch.bmm(grouped, _by_head(keys, padded_length).transpose(1, 2)).mul_(scale)
     scores[:, :, length:] = -torch.inf
