@@ -169,6 +169,6 @@ def _finite(test: dict[str, Any]) -> dict[str, Any]:
 def _test_line(test: "DistributionTest", threshold: float) -> str:
     head = f"prompt {test.prompt_id}, token {test.place}: {test.num_samples} samples"
     if test.p_value is None:
-        return f"{head}, too few to test"
+        return f"{head}, {'too few to test' if not test.num_cells else 'nearly always the same token: nothing to test'}"
     failed = "" if test.p_value >= threshold else "  FAILED"
     return f"{head}, {test.num_cells} cells, chi-square {test.statistic:.1f}, p = {test.p_value:.3g}{failed}"
