@@ -64,6 +64,7 @@ class SamplingParams:
         repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; > 0.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         skip_special_tokens: leave special tokens out of the text.
+        speculation: whether an engine that speculates does so for this request.
 
     Raises:
         ConfigError: a value is out of its range; the message names the parameter.
@@ -87,6 +88,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         _check(_is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
