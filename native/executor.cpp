@@ -305,14 +305,18 @@ void Executor::block_attention(const Tensor& queries, const Tensor& keys, const 
   require(heads % cache.kv_heads == 0 && queries.size(3) == cache.head_dim, "queries",
           "of a multiple of the cache's kv_heads and its head_dim", queries);
   const auto rows_of = [&](const Tensor& t, const char* name) {
+    // The stride of a dimension of one place says nothing.
+    const int64_t row_stride = t.dims == 4 ? t.stride(block_rows == 1 ? 0 : 1) : 0;
     require(t.dims == 4 && t.type == queries.type && t.contiguous_from(3) && t.size(0) == sequences && t.size(1) == block_rows &&
                 t.size(2) == cache.kv_heads && t.size(3) == cache.head_dim &&
-                (sequences == 1 || t.stride(0) == block_rows * t.stride(1)),
+                (sequences == 1 || t.stride(0) == block_rows * row_stride),
             name, "[sequences, block_rows, kv_heads, head_dim] of the queries' dtype with evenly spaced rows", t);
-    return HeadRows{t.data, t.stride(1), t.stride(2), t.dtype()};
+    return HeadRows{t.data, row_stride, t.stride(2), t.dtype()};
   };
-  const HeadRows q{queries.data, queries.stride(1), queries.stride(2), queries.dtype()};
-  const HeadRows result{out.data, out.stride(1), out.stride(2), out.dtype()};
+  // Contiguous: but strides of dimensions of one place may be anything.
+  const int64_t head_dim = cache.head_dim;
+  const HeadRows q{queries.data, heads * head_dim, head_dim, queries.dtype()};
+  const HeadRows result{out.data, heads * head_dim, head_dim, out.dtype()};
   const int32_t* tables = as_int32(block_tables, "block_tables");
   require(block_tables.dims == 2 && block_tables.size(0) == sequences, "block_tables", "[sequences, max_blocks]", block_tables);
   if (window < 0) throw std::invalid_argument("sliding_window must not be negative");

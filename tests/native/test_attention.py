@@ -223,7 +223,9 @@ def test_block_attention(
     g = torch.Generator().manual_seed(seed)
     n = len(lengths)
     q = torch.randn(n, block_rows, 2 * group, head_dim, generator=g).to(dtype)
-    k, v = torch.randn(2, n, block_rows, 2, head_dim, generator=g).to(dtype)
+    # As a drafter lays them out: slices of one product's rows.
+    kv = torch.randn(n * block_rows, 4, head_dim, generator=g).to(dtype)
+    k, v = (part.unflatten(0, (n, block_rows)) for part in (kv[:, :2], kv[:, 2:]))
     context = torch.tensor(lengths)
     out = make(variant).block_attention(q, k, v, case.cache, context, case.block_tables, 0.25, window, causal=causal)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-5
