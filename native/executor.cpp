@@ -91,17 +91,18 @@ void Executor::end_capture() {
 }
 
 std::byte* Executor::workspace(size_t bytes) {
-  if (recording_) return recording_->workspace_.get(bytes);
+  if (recording_) return recording_->arena_->workspace(bytes);
   std::byte* p = workspace_.get(bytes);
   workspace_.keep_largest_only();
   return p;
 }
 
-void Executor::submit(std::span<const Call> calls, std::initializer_list<const Tensor*> tensors,
+void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const> tensors,
                       std::shared_ptr<const PackedWeight> weight) {
   if (recording_) {
     for (const Call& call : calls) recording_->calls_.push_back(call);
     for (const Tensor* tensor : tensors) {
+      if (recording_->arena_->contains(tensor->data)) continue;
       Py_INCREF(tensor->object);
       recording_->objects_.push_back(tensor->object);
     }

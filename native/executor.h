@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include <nanobind/ndarray.h>
+
 #include "call.h"
 #include "kernels/kernels.h"
 #include "memory.h"
@@ -30,10 +32,11 @@ struct PackedWeight {
   }
 };
 
-// A recorded list of kernel calls with bound pointers. Holds what the calls point to.
+// A recorded list of kernel calls with bound pointers. Holds what the calls point to: the arena as a whole, everything
+// else by itself.
 class Graph {
  public:
-  explicit Graph(int threads) : threads_(threads) {}
+  Graph(int threads, std::shared_ptr<Arena> arena) : threads_(threads), arena_(std::move(arena)) {}
   ~Graph();
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
@@ -48,8 +51,14 @@ class Graph {
   std::vector<Call> calls_;
   std::vector<PyObject*> objects_;
   std::vector<std::shared_ptr<const PackedWeight>> weights_;
-  Workspace workspace_;
+  std::shared_ptr<Arena> arena_;
 };
+
+// A new tensor.
+using Result = nanobind::ndarray<nanobind::pytorch>;
+
+// `tensor`, which must lie in `arena`, without a hold on its memory there: the arena may give it away again.
+Result alias(const std::shared_ptr<Arena>& arena, const Tensor& tensor);
 
 class Executor {
  public:
@@ -82,11 +91,28 @@ class Executor {
   void embed(const Tensor& token_ids, const Tensor& table, const Tensor& out);
   void argmax(const Tensor& x, const Tensor& out);
   void convert(const Tensor& x, const Tensor& out);
+  void draft_blocks(const Tensor& anchors, const Tensor& context_lengths, int64_t block_rows, int64_t mask_token_id,
+                    const Tensor& token_ids, const Tensor& positions);
+  void zero(const Tensor& out);
+  void gated_head(const Tensor& projected, const Tensor& embedded, const Tensor& latent);
+  void recurrent_head(const Tensor& projected, const Tensor& state, const Tensor& latent, const Tensor& next_state);
+  void confidence(const Tensor& hidden, const std::optional<Tensor>& embedded, const Tensor& weight, const Tensor& bias,
+                  const Tensor& out);
+  void add_logits(const Tensor& base, const Tensor& bias, const Tensor& out);
+  void draft_pick(const Tensor& base, const std::optional<Tensor>& bias, const std::optional<Tensor>& target_ids,
+                  const Tensor& token_ids, const Tensor& scores);
+
+  // Memory from the arena of the graph that is being captured; it returns there with the tensor's last view.
+  Result empty(const std::vector<int64_t>& shape, const std::string& dtype);
 
  private:
   // Runs the calls, or records them with the objects and the weight they point to.
-  void submit(std::span<const Call> calls, std::initializer_list<const Tensor*> tensors,
+  void submit(std::span<const Call> calls, std::span<const Tensor* const> tensors,
               std::shared_ptr<const PackedWeight> weight = nullptr);
+  void submit(std::span<const Call> calls, std::initializer_list<const Tensor*> tensors,
+              std::shared_ptr<const PackedWeight> weight = nullptr) {
+    submit(calls, std::span<const Tensor* const>(tensors.begin(), tensors.size()), std::move(weight));
+  }
   std::byte* workspace(size_t bytes);
 
   const KernelTable& kernels_;

@@ -1,7 +1,9 @@
 // Memory of the CPU device.
 #pragma once
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace sparkgap {
@@ -24,13 +26,45 @@ class Workspace {
  public:
   std::byte* get(size_t bytes);
   void keep_largest_only();  // frees what earlier `get`s gave
+  size_t bytes() const { return total_; }
 
  private:
   struct Free {
     void operator()(std::byte* p) const;
   };
   std::vector<std::unique_ptr<std::byte, Free>> chunks_;
-  size_t size_ = 0;  // of the last chunk
+  size_t size_ = 0;   // of the last chunk
+  size_t total_ = 0;  // of all chunks
+};
+
+// Memory for what captured calls compute. What a capture has released serves later results of the same graph, and of
+// every other graph captured over the arena: they must not run at the same time.
+class Arena {
+ public:
+  std::byte* allocate(size_t bytes);  // 64-byte aligned, not initialized
+  void release(std::byte* p);
+  std::byte* workspace(size_t bytes);  // see Workspace
+  bool contains(const void* p) const;
+  size_t bytes() const;  // taken from the system
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const;
+  };
+  struct Chunk {
+    std::unique_ptr<std::byte, Free> memory;
+    size_t bytes;
+  };
+  struct Range {
+    size_t bytes;
+    size_t chunk;
+  };
+  using Ranges = std::map<std::byte*, Range>;
+
+  mutable std::mutex mutex_;
+  std::vector<Chunk> chunks_;
+  Ranges free_, used_;
+  Workspace workspace_;
 };
 
 }  // namespace sparkgap

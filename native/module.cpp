@@ -13,6 +13,7 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using sparkgap::Arena;
 using sparkgap::Executor;
 using sparkgap::Graph;
 using sparkgap::PackedWeight;
@@ -42,8 +43,13 @@ NB_MODULE(_native, m) {
         return std::vector<float>(values.begin(), values.end());
       });
 
+  nb::class_<Arena>(m, "Arena", "Memory for what captured calls compute, shared by graphs that never run together.")
+      .def(nb::init<>())
+      .def_prop_ro("bytes", &Arena::bytes)
+      .def("alias", &sparkgap::alias, "tensor"_a);
+
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
-      .def(nb::init<int>(), "threads"_a)
+      .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
       .def("__len__", &Graph::size);
 
@@ -68,7 +74,16 @@ NB_MODULE(_native, m) {
       .def("silu_mul", &Executor::silu_mul, "gate_up"_a, "out"_a)
       .def("embed", &Executor::embed, "token_ids"_a, "table"_a, "out"_a)
       .def("argmax", &Executor::argmax, "x"_a, "out"_a)
-      .def("convert", &Executor::convert, "x"_a, "out"_a);
+      .def("convert", &Executor::convert, "x"_a, "out"_a)
+      .def("draft_blocks", &Executor::draft_blocks, "anchors"_a, "context_lengths"_a, "block_rows"_a, "mask_token_id"_a,
+           "token_ids"_a, "positions"_a)
+      .def("zero", &Executor::zero, "out"_a)
+      .def("gated_head", &Executor::gated_head, "projected"_a, "embedded"_a, "latent"_a)
+      .def("recurrent_head", &Executor::recurrent_head, "projected"_a, "state"_a, "latent"_a, "next_state"_a)
+      .def("confidence", &Executor::confidence, "hidden"_a, "embedded"_a.none(), "weight"_a, "bias"_a, "out"_a)
+      .def("add_logits", &Executor::add_logits, "base"_a, "bias"_a, "out"_a)
+      .def("draft_pick", &Executor::draft_pick, "base"_a, "bias"_a.none(), "target_ids"_a.none(), "token_ids"_a, "scores"_a)
+      .def("empty", &Executor::empty, "shape"_a, "dtype"_a);
 
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
 }

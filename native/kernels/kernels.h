@@ -182,6 +182,58 @@ struct BlockAttention {
   HeadRows out;
 };
 
+// Rows of draft blocks: the anchor, then mask tokens, at positions from the context length on.
+struct DraftBlocks {
+  const int64_t* anchors;  // [sequences]
+  const int64_t* context_lengths;
+  int64_t sequences, block_rows, mask_token_id;
+  int64_t* token_ids;  // [sequences, block_rows]
+  int64_t* positions;
+};
+
+struct ZeroRows {
+  Matrix out;
+  int64_t rows, features;
+};
+
+// What a head's second matrix multiplies. Gated: sigmoid(g) * embedded for projected [g]. Recurrent, for projected
+// [g, c, o]: tanh(o), and the next state sigmoid(g) * state + (1 - sigmoid(g)) * tanh(c).
+struct HeadGate {
+  bool recurrent;
+  Matrix projected;
+  Matrix embedded;  // gated only
+  Matrix state;     // recurrent only
+  Matrix next_state;
+  Matrix latent;
+  int64_t rows, rank;
+};
+
+// sigmoid(weight . [hidden, embedded] + bias).
+struct Confidence {
+  Matrix hidden;
+  Matrix embedded;      // data may be null
+  const float* weight;  // [features + rank], or [features]
+  const float* bias;    // [1]
+  int64_t rows, features, rank;
+  float* out;
+};
+
+// base + bias, float32.
+struct AddLogits {
+  Matrix base, bias, out;
+  int64_t rows, features;
+};
+
+// The token with the largest of base + bias (float32; the first of equals, NaN being largest) and that logit.
+struct DraftPick {
+  Matrix base;
+  Matrix bias;                // data may be null
+  const int64_t* target_ids;  // [features], target id of each draft id; null when they are the same
+  int64_t rows, features;
+  int64_t* token_ids;
+  float* scores;
+};
+
 struct KernelTable {
   const char* name;
   Kernel<PackInt8> pack_int8;
@@ -196,6 +248,12 @@ struct KernelTable {
   Kernel<SiluMul> silu_mul;
   Kernel<Embed> embed;
   Kernel<Argmax> argmax;
+  Kernel<DraftBlocks> fill_draft_blocks;
+  Kernel<ZeroRows> zero_rows;
+  Kernel<HeadGate> head_gate;
+  Kernel<Confidence> confidence;
+  Kernel<AddLogits> add_logits;
+  Kernel<DraftPick> draft_pick;
   Kernel<PagedAttention> paged_attention;
   Kernel<PagedAttention> paged_attention_join;  // second step when `partial` is given
   Kernel<BlockAttention> block_attention;

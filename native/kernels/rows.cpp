@@ -1,5 +1,6 @@
 // Operations on each row by itself.
 #include "kernels.h"
+#include "rows.h"
 #include "simd.h"
 #include "variant.h"
 
@@ -15,15 +16,6 @@ SPARKGAP_INLINE void with_type(DType dtype, F f) {
 template <class T>
 SPARKGAP_INLINE T* head_of(const HeadRows& rows, int64_t row, int64_t head) {
   return static_cast<T*>(rows.data) + row * rows.row_stride + head * rows.head_stride;
-}
-
-// This thread's share of `n` items: consecutive ones.
-struct Share {
-  int64_t begin, end;
-};
-
-SPARKGAP_INLINE Share share(int64_t n, Worker worker) {
-  return {n * worker.index / worker.count, n * (worker.index + 1) / worker.count};
 }
 
 // A value as the dtype would keep it.

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from tiny_models import Session, load_saved, tiny_model
 
+from sparkgap import _native
 from sparkgap.device.cpu import CaptureError, CpuGraph
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.ops import AttentionRows
@@ -144,3 +145,62 @@ def test_whole_model(tmp_path: Path, family: str, quantization: str | None, widt
         assert result.captured is not None
         assert torch.equal(result.captured, expected.captured)
         assert torch.equal(picks, logits.argmax(1))
+
+
+def test_dropped_results_give_their_memory_to_later_ones() -> None:
+    kernels = NativeKernels(threads=2)
+    arena = _native.Arena()
+    weight = kernels.prepare_linear(torch.randn(256, 256) / 16)
+    x = torch.randn(8, 256)
+
+    def record(steps: int) -> tuple[CpuGraph, torch.Tensor]:
+        graph = CpuGraph(kernels.executor, arena)
+        with graph.capture():
+            y = x
+            for _ in range(steps):
+                y = kernels.linear(y, weight)
+        return graph, y
+
+    graphs = [record(steps) for steps in (400, 3, 50)]
+    assert arena.bytes < 2 << 20  # 453 results of 8 KiB each, of which 3 are held
+    assert len({y.data_ptr() for _, y in graphs}) == 3
+    for (graph, y), steps in zip(graphs * 2, [400, 3, 50] * 2, strict=True):
+        x.normal_()
+        graph.replay()
+        expected = x
+        for _ in range(steps):
+            expected = kernels.linear(expected, weight)
+        assert torch.equal(y, expected)
+
+
+def test_a_view_holds_its_memory() -> None:
+    kernels = NativeKernels(threads=1)
+    x = torch.randn(4, 64)
+    graph = CpuGraph(kernels.executor)
+    with graph.capture():
+        half = kernels.silu_mul(x)[1:, 8:]
+        others = [kernels.silu_mul(x) for _ in range(5)]
+    assert all(not (o.data_ptr() <= half.data_ptr() < o.data_ptr() + o.nbytes) for o in others)
+    del graph
+    gc.collect()
+    half.fill_(3)  # the arena lives as long as what lies in it
+    assert torch.equal(half, torch.full_like(half, 3))
+
+
+def test_an_alias_does_not() -> None:
+    kernels = NativeKernels(threads=1)
+    arena = _native.Arena()
+    x = torch.randn(4, 64)
+    first, second = CpuGraph(kernels.executor, arena), CpuGraph(kernels.executor, arena)
+    with first.capture():
+        y = arena.alias(kernels.silu_mul(x).t())
+    with second.capture():
+        z = kernels.silu_mul(x)
+    assert y.data_ptr() == z.data_ptr()
+    assert (y.shape, y.stride(), y.dtype) == ((32, 4), (1, 32), torch.float32)
+    first.replay()
+    assert torch.equal(y.t(), kernels.silu_mul(x))
+    with pytest.raises(ValueError, match="does not lie in this arena"):
+        arena.alias(x)
+    with pytest.raises(RuntimeError, match="no capture is under way"):
+        kernels.executor.empty([2], "float32")

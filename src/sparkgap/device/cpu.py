@@ -20,8 +20,16 @@ class CpuGraph:
     """A recorded pass over tensors at fixed addresses.
 
     Recording runs nothing: results are undefined until the first `replay`. The graph keeps alive every tensor that
-    its calls read or write, those made during the capture included, and has its own memory for what lies between.
-    Replays read the present content of the tensors: change them in place.
+    its calls read or write, and the arena that results made during the capture lie in. Replays read the present
+    content of the tensors: change them in place.
+
+    Memory of a result that the caller drops, which are all that lie between input and output, serves later results:
+    of this graph, and of graphs that are captured later over the same arena. A graph that is replayed so overwrites
+    what others of its arena left there, except in tensors that the caller still holds.
+
+    Args:
+        executor: of the kernels to record.
+        arena: memory for results; None takes an arena of the graph's own.
 
     Example:
         graph = CpuGraph(kernels.executor)
@@ -30,9 +38,10 @@ class CpuGraph:
         graph.replay()
     """
 
-    def __init__(self, executor: _native.Executor) -> None:
+    def __init__(self, executor: _native.Executor, arena: _native.Arena | None = None) -> None:
         self._executor = executor
-        self._graph = _native.Graph(executor.threads)
+        self._arena = _native.Arena() if arena is None else arena
+        self._graph = _native.Graph(executor.threads, self._arena)
         self._captured = False
 
     @contextmanager
@@ -56,7 +65,7 @@ class CpuGraph:
         finally:
             self._executor.end_capture()
             if failed:
-                self._graph = _native.Graph(self._executor.threads)
+                self._graph = _native.Graph(self._executor.threads, self._arena)
 
     def replay(self) -> None:
         """Run the recorded calls in order; the GIL is released meanwhile.

@@ -12,13 +12,14 @@ set the kernels were compiled for.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
 
 Quantization = Literal["w8a8"]
@@ -89,19 +90,19 @@ class NativeKernels(Kernels):
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
-        out = torch.empty((token_ids.shape[0], table.shape[1]), dtype=self.activation_dtype)
+        out = self._empty((token_ids.shape[0], table.shape[1]), self.activation_dtype)
         self.executor.embed(token_ids, table, out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._empty(x.shape, x.dtype)
         self.executor.rms_norm(x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`."""
-        out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        out, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         self.executor.add_rms_norm(x, residual, weight, eps, out, total)
         return out, total
 
@@ -109,13 +110,13 @@ class NativeKernels(Kernels):
         """See `Kernels.linear`; `weight` must come from this class's `prepare_linear`."""
         if not isinstance(weight, NativeLinearWeight):
             raise TypeError("the weight was not prepared by NativeKernels.prepare_linear")
-        out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype)
+        out = self._empty((x.shape[0], weight.out_features), x.dtype)
         self.executor.linear(x, weight.packed, out)
         return out
 
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """See `Kernels.rotary`."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._empty(x.shape, x.dtype)
         self.executor.rotary(x, positions, table.cos, table.sin, out)
         return out
 
@@ -132,7 +133,7 @@ class NativeKernels(Kernels):
         sliding_window: int | None = None,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        out = torch.empty(queries.shape, dtype=queries.dtype)
+        out = self._empty(queries.shape, queries.dtype)
         self.executor.paged_attention(
             queries,
             cache.keys,
@@ -163,7 +164,7 @@ class NativeKernels(Kernels):
     ) -> Tensor:
         """See `Kernels.block_attention`; `max_length` is not needed, lengths are read where they lie."""
         del max_length
-        out = torch.empty(queries.shape, dtype=queries.dtype)
+        out = self._empty(queries.shape, queries.dtype)
         self.executor.block_attention(
             queries,
             keys,
@@ -181,14 +182,14 @@ class NativeKernels(Kernels):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
-        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+        out = self._empty((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
         self.executor.silu_mul(gate_up, out)
         return out
 
     def concat(self, tensors: Sequence[Tensor]) -> Tensor:
         """See `Kernels.concat`."""
         widths = [tensor.shape[-1] for tensor in tensors]
-        out = torch.empty((*tensors[0].shape[:-1], sum(widths)), dtype=tensors[0].dtype)
+        out = self._empty((*tensors[0].shape[:-1], sum(widths)), tensors[0].dtype)
         start = 0
         for tensor, width in zip(tensors, widths, strict=True):
             self.executor.convert(tensor, out[..., start : start + width])
@@ -199,18 +200,126 @@ class NativeKernels(Kernels):
         """See `Kernels.to_float32`."""
         if x.dtype == torch.float32:
             return x
-        out = torch.empty(x.shape, dtype=torch.float32)
+        out = self._empty(x.shape, torch.float32)
         self.executor.convert(x, out)
         return out
+
+    def draft_inputs(
+        self, anchors: Tensor, context_lengths: Tensor, block_rows: int, mask_token_id: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.draft_inputs`."""
+        rows = anchors.shape[0] * block_rows
+        token_ids, positions = self._empty((rows,), torch.int64), self._empty((rows,), torch.int64)
+        self.executor.draft_blocks(anchors, context_lengths, block_rows, mask_token_id, token_ids, positions)
+        return token_ids, positions
+
+    def draft_step(
+        self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
+    ) -> DraftStep:
+        """See `Kernels.draft_step`."""
+        step = self._head_step(hidden, previous, state, heads)
+        if step.bias is None:
+            return DraftStep(base_logits, None, step.confidences)
+        logits = self._empty(base_logits.shape, torch.float32)
+        self.executor.add_logits(base_logits, step.bias, logits)
+        return DraftStep(logits, step.state, step.confidences)
+
+    def draft_chain(
+        self, base_logits: Tensor, hidden: Tensor, anchors: Tensor, heads: DraftHeads, lead_rows: int = 0
+    ) -> DraftChain:
+        """See `Kernels.draft_chain`; bit for bit what `draft_step` with the largest logit gives."""
+        sequences, block_rows, _ = base_logits.shape
+        steps = block_rows - lead_rows
+        state: Tensor | None = None
+        if heads.head_type == "rnn":
+            for row in range(lead_rows):
+                _, _, state = self._latent(hidden[:, row], anchors, state, heads)
+        token_ids = self._empty((steps, sequences), torch.int64)
+        scores = self._empty((steps, sequences), torch.float32)
+        has_confidences = heads.confidence_weight is not None and heads.confidence_bias is not None
+        confidences = self._empty((steps, sequences), torch.float32) if has_confidences else None
+        previous = anchors
+        for number in range(steps):
+            row = lead_rows + number
+            out = None if confidences is None else confidences[number]
+            step = self._head_step(hidden[:, row], previous, state, heads, out)
+            state = step.state
+            self.executor.draft_pick(
+                base_logits[:, row], step.bias, heads.target_ids, token_ids[number], scores[number]
+            )
+            previous = token_ids[number]
+        return DraftChain(token_ids.t(), scores.t(), None if confidences is None else confidences.t())
+
+    def _head_step(
+        self,
+        hidden: Tensor,
+        previous: Tensor,
+        state: Tensor | None,
+        heads: DraftHeads,
+        confidences: Tensor | None = None,
+    ) -> "_HeadStep":
+        """What the heads add to a row's logits; confidences go to `confidences` where it is given."""
+        embedded = bias = None
+        if heads.w1 is not None and heads.w2 is not None:
+            latent, embedded, state = self._latent(hidden, previous, state, heads)
+            bias = self.to_float32(self.linear(latent, heads.w2))
+        weight, offset = heads.confidence_weight, heads.confidence_bias
+        if weight is not None and offset is not None:
+            if confidences is None:
+                confidences = self._empty((hidden.shape[0],), torch.float32)
+            read = embedded if weight.shape[0] > hidden.shape[-1] else None
+            self.executor.confidence(hidden, read, weight, offset, confidences)
+        return _HeadStep(bias, state, confidences)
+
+    def _latent(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `w2` multiplies, the embedding of the token before, and the next state."""
+        assert heads.w1 is not None
+        embedded = self.embed(previous, heads.w1)
+        if heads.head_type == "vanilla":
+            return embedded, embedded, None
+        if heads.projection is None:
+            raise ValueError(f"a {heads.head_type} head needs a projection")
+        latent = self._empty(embedded.shape, embedded.dtype)
+        if heads.head_type == "gated":
+            self.executor.gated_head(
+                self.linear(self.concat((hidden, embedded)), heads.projection), embedded, latent
+            )
+            return latent, embedded, None
+        if state is None:
+            state = self._empty(embedded.shape, embedded.dtype)
+            self.executor.zero(state)
+        projected = self.linear(self.concat((state, embedded, hidden)), heads.projection)
+        following = self._empty(embedded.shape, embedded.dtype)
+        self.executor.recurrent_head(projected, state, latent, following)
+        return latent, embedded, following
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a result; during a capture from the graph's arena."""
+        if self.executor.capturing:
+            return self.executor.empty(list(shape), _DTYPE_NAMES[dtype])
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def argmax(self, x: Tensor) -> Tensor:
         """Place of the largest of each row of `x` `[rows, features]`, the first of equals: int64 `[rows]`.
 
         A NaN counts as larger than every number, as in torch.
         """
-        out = torch.empty((x.shape[0],), dtype=torch.int64)
+        out = self._empty((x.shape[0],), torch.int64)
         self.executor.argmax(x, out)
         return out
 
+
+class _HeadStep(NamedTuple):
+    """Bias on the draft logits (None without a Markov head), the heads' next state, and confidences."""
+
+    bias: Tensor | None
+    state: Tensor | None
+    confidences: Tensor | None
+
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
+"""What the native module calls the dtypes of results."""
 
 _PACKED_FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
