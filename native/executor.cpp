@@ -83,6 +83,7 @@ void Executor::begin_capture(std::shared_ptr<Graph> graph) {
   if (graph->size()) throw std::logic_error("the graph was captured before");
   graph->threads_ = threads_;
   recording_ = std::move(graph);
+  captures_++;
 }
 
 void Executor::end_capture() {

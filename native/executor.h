@@ -71,6 +71,7 @@ class Executor {
   void begin_capture(std::shared_ptr<Graph> graph);
   void end_capture();
   bool capturing() const { return recording_ != nullptr; }
+  int64_t captures() const { return captures_; }  // begun so far
 
   std::shared_ptr<PackedWeight> pack_linear(const Tensor& weight, const std::optional<Tensor>& bias, const std::string& form);
   void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
@@ -119,6 +120,7 @@ class Executor {
   const int threads_;
   WeightMemory weight_memory_;
   std::shared_ptr<Graph> recording_;
+  int64_t captures_ = 0;
   Workspace workspace_;
   std::mutex mutex_;  // one operation at a time uses the workspace
 };

@@ -58,6 +58,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("threads", &Executor::threads)
       .def_prop_ro("variant", &Executor::variant)
       .def_prop_ro("capturing", &Executor::capturing)
+      .def_prop_ro("captures", &Executor::captures)
       .def("begin_capture", &Executor::begin_capture, "graph"_a)
       .def("end_capture", &Executor::end_capture)
       .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)

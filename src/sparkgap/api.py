@@ -20,6 +20,7 @@ from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import next_token_probabilities
 from sparkgap.errors import ConfigError, PromptError
+from sparkgap.graphs.captured import CapturedPasses
 
 Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
@@ -172,6 +173,28 @@ class LLM:
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
+            "graphs": self._graphs_info(),
+        }
+
+    def graph_counts(self) -> dict[str, Any]:
+        """Counters of captured passes since the model was loaded.
+
+        Returns:
+            `captures_at_startup`, `captures_since_startup`, `replays` (by family: target, draft, context) and `eager`
+            (decode passes outside a declared capacity, by reason).
+        """
+        with self._lock:
+            return self._loaded.graph_counters.report()
+
+    def _graphs_info(self) -> dict[str, Any] | None:
+        passes, counters = self._loaded.passes, self._loaded.graph_counters
+        if not isinstance(passes, CapturedPasses):
+            return None
+        return {
+            "captures": counters.captures_at_startup,
+            "capture_ms": counters.capture_ms,
+            "memory_bytes": counters.memory_bytes,
+            "sequences": list(passes.buckets),
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:

@@ -19,6 +19,9 @@ QUANTIZATIONS = ("auto", "w8a8", "none")
 MAX_LOGPROBS = 20
 """Largest number of alternatives a request may ask for at each position (vLLM's limit)."""
 
+GRAPHS = ("auto", "on", "off")
+"""Values of `EngineConfig.graphs`; `auto` is on where the device can record passes."""
+
 SPECULATIVE_METHODS = ("dspark", "dflash")
 """Values of `SpeculativeConfig.method`, written in any case."""
 
@@ -257,6 +260,7 @@ class EngineConfig:
         threads: compute threads; None takes the cores available to the process.
         speculation: whether to speculate where a drafter is named or shipped for the model.
         speculative_config: how; a mapping is turned into a `SpeculativeConfig`. None takes the defaults.
+        graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
         allow_download: whether a model that is not cached may be fetched.
 
     Raises:
@@ -276,9 +280,13 @@ class EngineConfig:
     threads: int | None = None
     speculation: bool = True
     speculative_config: SpeculativeConfig | None = None
+    graphs: str | bool = "auto"
     allow_download: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.graphs, bool):
+            object.__setattr__(self, "graphs", "on" if self.graphs else "off")
+        _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check(

@@ -29,5 +29,9 @@ class PromptError(SparkgapError, ValueError):
     """A prompt is empty, too long, not valid text, or cannot be rendered by the chat template."""
 
 
+class MissingBindingError(SparkgapError, LookupError):
+    """A pass was asked for over tensors that no graph was captured over; the message has their binding."""
+
+
 class EngineError(SparkgapError):
     """Computing a request failed; the message names the model. Other requests are not affected."""

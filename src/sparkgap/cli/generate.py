@@ -51,7 +51,8 @@ def generate(
     llm = loading.load_llm(config)
     request = _request(llm, text, system=system, raw=raw)
     if as_json:
-        print_json(generation_report(_complete(llm, request, params), params))
+        output = _complete(llm, request, params)
+        print_json(generation_report(output, params, llm.graph_counts()))
     elif no_stream or n > 1:
         _print_complete(_complete(llm, request, params))
     else:

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from sparkgap.cli.console import DownloadProgress, status
+from sparkgap.cli.console import DownloadProgress, format_bytes, print_note, status, stderr_console
 from sparkgap.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -22,4 +22,9 @@ def load_llm(config: EngineConfig) -> "LLM":
     with status(f"loading {config.model} ..."):
         from sparkgap.api import LLM
 
-        return LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+    graphs = llm.info()["graphs"]
+    if graphs is not None and stderr_console().is_terminal:
+        size = format_bytes(graphs["memory_bytes"])
+        print_note(f"captured {graphs['captures']} graphs in {graphs['capture_ms'] / 1000:.2f} s, {size}")
+    return llm

@@ -11,7 +11,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from sparkgap.config import DEFAULT_MODEL, DTYPES, QUANTIZATIONS, EngineConfig, SamplingParams, SpeculativeConfig
+from sparkgap.config import (
+    DEFAULT_MODEL,
+    DTYPES,
+    GRAPHS,
+    QUANTIZATIONS,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from sparkgap.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 512
@@ -110,6 +118,9 @@ class EngineOptions:
         int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: as trained.")
     ] = None
     no_speculation: Annotated[bool, _engine("--no-speculation", help="Decode without a drafter.")] = False
+    graphs: Annotated[
+        str, _engine("--graphs", help=f"Replay captured passes: {', '.join(GRAPHS)}; auto: on for the CPU.")
+    ] = "auto"
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -126,6 +137,7 @@ class EngineOptions:
             threads=self.threads,
             speculation=not self.no_speculation,
             speculative_config=self._speculative_config(),
+            graphs=self.graphs,
             allow_download=not self.offline,
         )
 

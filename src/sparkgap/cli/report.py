@@ -9,14 +9,6 @@ from sparkgap.config import SamplingParams
 if TYPE_CHECKING:
     from sparkgap.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
-NO_GRAPHS: Mapping[str, Any] = {
-    "captures_at_startup": 0,
-    "captures_since_startup": 0,
-    "replays": {"target": 0, "draft": 0, "context": 0},
-    "eager": {},
-}
-"""Counters of captured graphs. There are none yet; `eager` counts rounds outside declared capacities."""
-
 
 def footer(output: "RequestOutput", num_tokens: int) -> str:
     """One line: output tokens, speed and time to the first token; and what ended an answer that was cut off.
@@ -37,8 +29,15 @@ def footer(output: "RequestOutput", num_tokens: int) -> str:
     return ", ".join(parts)
 
 
-def generation_report(output: "RequestOutput", params: SamplingParams) -> dict[str, Any]:
-    """The object that `generate --json` prints: the first answer at the top, and all in `choices` if n > 1."""
+def generation_report(output: "RequestOutput", params: SamplingParams, graphs: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that `generate --json` prints: the first answer at the top, and all in `choices` if n > 1.
+
+    Args:
+        output: the last output of the request.
+        params: how it was sampled.
+        graphs: counters of captured passes (`GraphCounters.report`); rounds outside the drafter's declared capacity
+            are added to `eager`.
+    """
     choices = [_choice(completion) for completion in output.outputs]
     report = {key: value for key, value in choices[0].items() if key != "index"}
     report["usage"] = {
@@ -47,7 +46,7 @@ def generation_report(output: "RequestOutput", params: SamplingParams) -> dict[s
     }
     report["metrics"] = None if output.metrics is None else asdict(output.metrics)
     not_speculated = {} if output.metrics is None else output.metrics.not_speculated
-    report["graphs"] = {**NO_GRAPHS, "eager": dict(not_speculated)}
+    report["graphs"] = {**graphs, "eager": {**graphs["eager"], **not_speculated}}
     if params.n > 1:
         report["choices"] = choices
     return report

@@ -1,5 +1,6 @@
 """From settings to an engine that is ready to serve."""
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,14 +14,19 @@ from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import kv_cache_blocks
 from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
 from sparkgap.errors import ConfigError
+from sparkgap.graphs.captured import CapturedPasses
+from sparkgap.graphs.counters import GraphCounters
+from sparkgap.graphs.passes import Passes
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
-from sparkgap.ops import KVCache, NativeKernels, Quantization, make_kernels
+from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class LoadedEngine:
         threads: compute threads.
         quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
+        passes: what computes the rounds' passes.
     """
 
     engine: Engine
@@ -44,6 +51,12 @@ class LoadedEngine:
     threads: int
     quantization: Quantization | None
     speculation: ChosenDrafter | None
+    passes: Passes
+
+    @property
+    def graph_counters(self) -> GraphCounters:
+        """Counts of captures, replays and eager passes; all zero with graphs off."""
+        return self.passes.report() if isinstance(self.passes, CapturedPasses) else GraphCounters()
 
 
 def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) -> LoadedEngine:
@@ -58,6 +71,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     quantization = resolve_quantization(config, device)
     threads = config.threads or usable_cores()
     kernels = make_kernels(device, dtype, quantization, threads)
+    use_graphs = resolve_graphs(config, kernels)
     # The native kernels have threads of their own, which torch's must not compete with.
     torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
@@ -77,10 +91,17 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
     sampler = Sampler(checkpoint.name, eos_token_ids)
-    runner = _make_runner(target, caches, sampler, chosen, draft_caches, max_model_len)
+    speculation = None if chosen is None else _speculation(chosen, draft_caches, max_model_len)
+    passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
+    if use_graphs and isinstance(kernels, NativeKernels):
+        passes = _capture(config, kernels, passes, speculation, max_model_len)
+    if speculation is None:
+        runner = PlainRunner(target, caches, sampler, passes)
+    else:
+        runner = SpeculativeRunner(target, caches, sampler, speculation, passes)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -124,6 +145,20 @@ def resolve_quantization(config: EngineConfig, device: torch.device) -> Quantiza
     return "w8a8" if by_default or config.quantization == "w8a8" else None
 
 
+def resolve_graphs(config: EngineConfig, kernels: Kernels) -> bool:
+    """Whether passes are captured.
+
+    Raises:
+        ConfigError: they are to be, and these kernels cannot be recorded.
+    """
+    if config.graphs == "on" and not isinstance(kernels, NativeKernels):
+        raise ConfigError(
+            f"graphs on needs the CPU's native kernels, and device {config.device} with dtype {config.dtype} runs on "
+            "others; use graphs off, or device cpu with another dtype than float16"
+        )
+    return config.graphs != "off" and isinstance(kernels, NativeKernels)
+
+
 def resolve_max_model_len(wanted: int | None, model: ModelConfig, name: str) -> int:
     """Most positions of a sequence.
 
@@ -153,21 +188,27 @@ def _allocate(
     return caches[0], caches[1] if chosen is not None else []
 
 
-def _make_runner(
-    target: Decoder,
-    caches: Seq[KVCache],
-    sampler: Sampler,
-    chosen: ChosenDrafter | None,
-    draft_caches: Seq[KVCache],
-    max_model_len: int,
-) -> PlainRunner:
-    if chosen is None:
-        return PlainRunner(target, caches, sampler)
-    speculation = Speculation(
+def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int) -> Speculation:
+    return Speculation(
         drafter=chosen.drafter,
-        caches=draft_caches,
+        caches=caches,
         num_speculative_tokens=chosen.num_speculative_tokens,
         sample_method="probabilistic" if chosen.config.draft_sample_method == "probabilistic" else "greedy",
         max_model_len=max_model_len,
     )
-    return SpeculativeRunner(target, caches, sampler, speculation)
+
+
+def _capture(
+    config: EngineConfig, kernels: NativeKernels, passes: Passes, speculation: Speculation | None, max_model_len: int
+) -> CapturedPasses:
+    captured = CapturedPasses(
+        passes.target,
+        passes.caches,
+        passes.drafting,
+        executor=kernels.executor,
+        max_sequences=config.max_num_seqs,
+        max_model_len=max_model_len,
+        sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+    )
+    _logger.info("%s", captured.counters.summary())
+    return captured

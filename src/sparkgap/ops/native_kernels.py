@@ -283,9 +283,7 @@ class NativeKernels(Kernels):
             raise ValueError(f"a {heads.head_type} head needs a projection")
         latent = self._empty(embedded.shape, embedded.dtype)
         if heads.head_type == "gated":
-            self.executor.gated_head(
-                self.linear(self.concat((hidden, embedded)), heads.projection), embedded, latent
-            )
+            self.executor.gated_head(self.linear(self.concat((hidden, embedded)), heads.projection), embedded, latent)
             return latent, embedded, None
         if state is None:
             state = self._empty(embedded.shape, embedded.dtype)

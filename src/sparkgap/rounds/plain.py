@@ -1,13 +1,14 @@
 """Plain decoding: prompts in chunks, then one token a sequence and round."""
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparkgap.errors import EngineError
-from sparkgap.models.batch import ForwardBatch, ForwardResult
+from sparkgap.graphs.passes import Passes, TargetOutput
+from sparkgap.models.batch import ForwardBatch
+from sparkgap.models.interfaces import Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, forward_batch
 from sparkgap.rounds.logits import SamplingRow
@@ -15,70 +16,53 @@ from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, Sequence
 
 
-class Target(Protocol):
-    """What a round needs of a target network (`models.decoder.Decoder`)."""
-
-    device: torch.device
-    """Where its rows are computed."""
-
-    def forward(
-        self, batch: ForwardBatch, caches: Seq[KVCache], captured_layers: tuple[int, ...] = ()
-    ) -> ForwardResult:
-        """One pass over rows."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 `[rows, vocab]` of rows of hidden states."""
-        ...
-
-
 class PlainRunner:
     """Runs a target without speculation.
 
     Attributes:
         target: the network.
-        caches: its KV caches, one a layer.
         sampler: chooses tokens.
+        passes: computes the network; None in the constructor computes it eagerly.
     """
 
     num_lookahead_tokens = 1
 
-    def __init__(self, target: Target, caches: Seq[KVCache], sampler: Sampler) -> None:
+    def __init__(self, target: Target, caches: Seq[KVCache], sampler: Sampler, passes: Passes | None = None) -> None:
         self.target = target
-        self.caches = caches
         self.sampler = sampler
+        self.passes = Passes(target, caches) if passes is None else passes
         self._block_size = caches[0].block_size
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[RoundOutput | None]:
         """Compute chunks of different sequences in one pass: one token where a chunk is its sequence's last."""
         spans = [_span(chunk.sequence, chunk.end) for chunk in chunks]
-        last = [chunk.end == chunk.sequence.num_tokens for chunk in chunks]
-        outputs = iter(self._compute(spans, last))
-        return [next(outputs) if is_last else None for is_last in last]
+        batch = forward_batch(spans, self._block_size, self.target.device)
+        output = self.passes.prefill(batch)
+        self._after_pass(output, batch)
+        wanted = [chunk.end == chunk.sequence.num_tokens for chunk in chunks]
+        outputs = iter(self._sample_last_rows(output.hidden, spans, wanted) if any(wanted) else [])
+        _advance(spans)
+        return [next(outputs) if is_wanted else None for is_wanted in wanted]
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
         """The next token of each sequence."""
         spans = [_span(sequence, sequence.num_tokens) for sequence in sequences]
-        return self._compute(spans, [True] * len(spans))
+        batch = forward_batch(spans, self._block_size, self.target.device)
+        output = self.passes.decode(batch)
+        self._after_pass(output, batch)
+        assert output.logits is not None
+        outputs = self._sample(output.logits, [SamplingRow(sequence) for sequence in sequences])
+        _advance(spans)
+        return outputs
 
     def release(self, sequence: Sequence) -> None:
         """Forget what sampling keeps of a sequence."""
         self.sampler.release(sequence)
 
-    def _compute(self, spans: Seq[RowSpan], wanted: Seq[bool]) -> list[RoundOutput]:
-        """Run `spans`; the token after each span that is wanted."""
-        batch = forward_batch(spans, self._block_size, self.target.device)
-        hidden = self._forward(batch)
-        outputs = self._sample_last_rows(hidden, spans, wanted) if any(wanted) else []
-        for span in spans:
-            span.sequence.num_computed_tokens = span.end
-        return outputs
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute rows whose tokens are all committed; their hidden states `[rows, hidden_size]`."""
-        return self.target.forward(batch, self.caches).hidden
+    def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
+        """What is to be done after a pass all of whose rows are committed."""
 
     def _sample_last_rows(self, hidden: Tensor, spans: Seq[RowSpan], wanted: Seq[bool]) -> list[RoundOutput]:
         rows, last_rows, end = [], [], 0
@@ -89,10 +73,18 @@ class PlainRunner:
                 last_rows.append(end - 1)
         if len(last_rows) < len(hidden):
             hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
-        tokens = self.sampler.sample(self.target.logits(hidden), rows)
+        return self._sample(self.target.logits(hidden), rows)
+
+    def _sample(self, logits: Tensor, rows: Seq[SamplingRow]) -> list[RoundOutput]:
         return [
-            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token]) for token in tokens
+            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token])
+            for token in self.sampler.sample(logits, rows)
         ]
+
+
+def _advance(spans: Seq[RowSpan]) -> None:
+    for span in spans:
+        span.sequence.num_computed_tokens = span.end
 
 
 def _span(sequence: Sequence, end: int) -> RowSpan:

@@ -1,4 +1,4 @@
-"""Speculative decoding, eager: draft, propose, verify, settle, context update.
+"""Speculative decoding: draft, propose, verify, settle, context update.
 
 One round of a sequence with P committed positions and N speculative tokens:
 
@@ -14,18 +14,20 @@ Rejected rows leave target KV behind at positions that the next round rewrites b
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparkgap.errors import EngineError
+from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.models.heads import DraftOutput, Pick, Proposal
+from sparkgap.models.heads import Proposal
+from sparkgap.models.interfaces import BlockDrafter, Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.logits import inverse_cdf, probabilities
-from sparkgap.rounds.plain import PlainRunner, Target
+from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.random import Purpose, uniform_number
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.sequence import RoundOutput, Sequence
@@ -38,55 +40,6 @@ CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
 
 SWITCHED_OFF = "switched off for the request"
 """Reason for a plain round: the request's parameters say so."""
-
-
-class BlockDrafter(Protocol):
-    """What a round needs of a drafter (`models.drafter.Drafter`)."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target."""
-        ...
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Layers whose hidden states it reads."""
-        ...
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """int64 `[draft_vocab]`, target id of each draft id; None when they are the same."""
-        ...
-
-    @property
-    def max_context_length(self) -> int:
-        """Longest context that a block can follow."""
-        ...
-
-    def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Seq[KVCache]) -> None:
-        """Write context KV of positions that the target has computed."""
-        ...
-
-    def draft(
-        self,
-        anchors: Tensor,
-        context_lengths: Tensor,
-        block_tables: Tensor,
-        caches: Seq[KVCache],
-        num_speculative_tokens: int,
-        max_length: int = 0,
-    ) -> DraftOutput:
-        """One pass over each sequence's block."""
-        ...
-
-    def propose(self, anchors: Tensor, draft: DraftOutput, pick: Pick | None = None) -> Proposal:
-        """Draft tokens of each sequence."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,12 +62,24 @@ class Speculation:
     sample_method: DraftSampleMethod
     max_model_len: int
 
+    @property
+    def draft_model(self) -> DraftModel:
+        """What its passes compute."""
+        return DraftModel(self.drafter, self.caches, self.num_speculative_tokens)
+
 
 class SpeculativeRunner(PlainRunner):
     """Runs a target with a block drafter; a sequence that it does not draft for takes plain rounds, with the reason."""
 
-    def __init__(self, target: Target, caches: Seq[KVCache], sampler: Sampler, speculation: Speculation) -> None:
-        super().__init__(target, caches, sampler)
+    def __init__(
+        self,
+        target: Target,
+        caches: Seq[KVCache],
+        sampler: Sampler,
+        speculation: Speculation,
+        passes: Passes | None = None,
+    ) -> None:
+        super().__init__(target, caches, sampler, passes or Passes(target, caches, speculation.draft_model))
         self.speculation = speculation
         self.num_lookahead_tokens = speculation.num_speculative_tokens + 1
 
@@ -139,66 +104,49 @@ class SpeculativeRunner(PlainRunner):
             return CONTEXT_TOO_LONG
         return None
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
+    def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
         """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""
-        result = self.target.forward(batch, self.caches, self.speculation.drafter.target_layer_ids)
-        assert result.captured is not None
-        self._update_context(result.captured, batch.attention.positions, batch.slots)
-        return result.hidden
+        self._update_context(output, batch.attention.positions, batch.slots)
 
-    def _update_context(self, captured: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
         """Write context KV; positions that no block can follow are left out."""
-        drafter, caches = self.speculation.drafter, self.speculation.caches
-        beyond = positions >= drafter.max_context_length
-        drafter.context_update(captured, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1), caches)
+        beyond = positions >= self.speculation.drafter.max_context_length
+        self.passes.update_context(output, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1))
 
     def _round(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
         anchors = self._integers([sequence.output_token_ids[-1] for sequence in sequences])
-        draft = self._draft(sequences, anchors)
         sampled = self.speculation.sample_method == "probabilistic" and not all(
             sequence.params.greedy for sequence in sequences
         )
-        proposal, draft_probabilities = self._propose(sequences, anchors, draft, sampled)
+        proposal, draft_probabilities = self._propose(sequences, anchors, sampled)
         drafted = [
             Drafted(sequence, tuple(token_ids))
             for sequence, token_ids in zip(sequences, proposal.token_ids.tolist(), strict=True)
         ]
         batch = self._verification_batch(drafted)
-        result = self.target.forward(batch, self.caches, self.speculation.drafter.target_layer_ids)
-        logits = self.target.logits(result.hidden)
+        output = self.passes.decode(batch)
+        assert output.logits is not None
         if draft_probabilities is None:
-            settlements = exact_match(self.sampler, logits, drafted)
+            settlements = exact_match(self.sampler, output.logits, drafted)
         else:
-            settlements = rejection(self.sampler, logits, drafted, draft_probabilities)
-        assert result.captured is not None
-        self._commit(drafted, settlements, result.captured, batch)
+            settlements = rejection(self.sampler, output.logits, drafted, draft_probabilities)
+        self._commit(drafted, settlements, output, batch)
         finite = proposal.scores.isfinite().all(-1).tolist()
         return [self._output(settlement, is_finite) for settlement, is_finite in zip(settlements, finite, strict=True)]
 
-    def _draft(self, sequences: Seq[Sequence], anchors: Tensor) -> DraftOutput:
-        lengths = [sequence.num_computed_tokens for sequence in sequences]
-        tables = block_tables(
-            [sequence.block_table for sequence in sequences], max(lengths), self._block_size, self.target.device
-        )
-        return self.speculation.drafter.draft(
-            anchors,
-            self._integers(lengths),
-            tables,
-            self.speculation.caches,
-            self.speculation.num_speculative_tokens,
-            max(lengths),
-        )
-
-    def _propose(
-        self, sequences: Seq[Sequence], anchors: Tensor, draft: DraftOutput, sampled: bool
-    ) -> tuple[Proposal, Tensor | None]:
+    def _propose(self, sequences: Seq[Sequence], anchors: Tensor, sampled: bool) -> tuple[Proposal, Tensor | None]:
         """Draft tokens, with the distribution they are drawn from when it is needed.
 
         That is float32 `[sequences, N, vocab]`, all mass on the token for greedy sequences.
         """
         drafter = self.speculation.drafter
+        lengths = [sequence.num_computed_tokens for sequence in sequences]
+        tables = block_tables(
+            [sequence.block_table for sequence in sequences], max(lengths), self._block_size, self.target.device
+        )
+        inputs = (anchors, self._integers(lengths), tables, max(lengths))
         if not sampled:
-            return drafter.propose(anchors, draft), None
+            return self.passes.propose(*inputs), None
         steps: list[Tensor] = []
 
         def pick(step: int, logits: Tensor) -> Tensor:
@@ -208,7 +156,7 @@ class SpeculativeRunner(PlainRunner):
             uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
             return inverse_cdf(step_probabilities, uniforms).clamp(max=logits.shape[-1] - 1)
 
-        proposal = drafter.propose(anchors, draft, pick)
+        proposal = drafter.propose(anchors, self.passes.draft(*inputs), pick)
         chosen_from = torch.stack(steps, dim=1)
         if drafter.target_ids is None:
             return proposal, chosen_from
@@ -228,13 +176,13 @@ class SpeculativeRunner(PlainRunner):
         return forward_batch(spans, self._block_size, self.target.device, self.speculation.max_model_len)
 
     def _commit(
-        self, drafted: Seq[Drafted], settlements: Seq[Settlement], captured: Tensor, batch: ForwardBatch
+        self, drafted: Seq[Drafted], settlements: Seq[Settlement], output: TargetOutput, batch: ForwardBatch
     ) -> None:
         """Advance the sequences and write the context KV of the accepted rows."""
         accepted = self._integers([settlement.num_accepted for settlement in settlements])
         row = torch.arange(self.speculation.num_speculative_tokens + 1, device=accepted.device)
         rejected = (row > accepted[:, None]).flatten()
-        self._update_context(captured, batch.attention.positions, batch.slots.masked_fill(rejected, -1))
+        self._update_context(output, batch.attention.positions, batch.slots.masked_fill(rejected, -1))
         for draft, settlement in zip(drafted, settlements, strict=True):
             draft.sequence.num_computed_tokens += settlement.num_accepted + 1
 

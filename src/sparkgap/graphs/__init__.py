@@ -1,0 +1,1 @@
+"""Captured passes: what they are bound to, how they are counted, and the three families."""

@@ -1,0 +1,201 @@
+"""The passes of a round as replays of graphs that are all captured at startup."""
+
+import time
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparkgap import _native
+from sparkgap.graphs.counters import Family, GraphCounters
+from sparkgap.graphs.family import GraphFamily, buckets_up_to
+from sparkgap.graphs.inputs import ContextInputs, DraftInputs, TargetInputs
+from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
+from sparkgap.models.batch import ForwardBatch
+from sparkgap.models.heads import DraftOutput, Proposal
+from sparkgap.models.interfaces import Target
+from sparkgap.ops.kernels import KVCache
+
+TOO_MANY_SEQUENCES = "more sequences than the largest graph"
+"""Reason for an eager pass: no graph has so many sequences."""
+
+
+class _TargetResults(NamedTuple):
+    hidden: Tensor
+    logits: Tensor
+    captured: Tensor | None
+
+
+class CapturedPasses(Passes):
+    """Decode passes replayed from graphs; prompt passes, and passes out of the graphs' capacity, run eagerly.
+
+    Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1; draft graphs for the block's rows;
+    context graphs for both kinds of target passes, whose hidden states they read where the target leaves them. Each
+    kind has a graph for every number of sequences in `buckets`.
+
+    Args:
+        target, caches, draft: as `Passes`; computed by native kernels.
+        executor: of those kernels.
+        max_sequences: most sequences decoded together.
+        max_model_len: most positions of a sequence.
+        sampled_drafts: whether draft logits are wanted, for drafts that are sampled.
+
+    Attributes:
+        buckets: numbers of sequences that there are graphs for, smallest first.
+        counters: of captures, replays and eager passes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        caches: Seq[KVCache],
+        draft: DraftModel | None = None,
+        *,
+        executor: _native.Executor,
+        max_sequences: int,
+        max_model_len: int,
+        sampled_drafts: bool = False,
+    ) -> None:
+        super().__init__(target, caches, draft)
+        started = time.perf_counter()
+        self.buckets = buckets_up_to(max_sequences)
+        self.counters = GraphCounters()
+        self._executor = executor
+        self._target_graphs: GraphFamily[_TargetResults] = GraphFamily("target", executor, self.counters)
+        self._draft_graphs: GraphFamily[Proposal] = GraphFamily("draft", executor, self.counters)
+        self._logits_graphs: GraphFamily[DraftOutput] = GraphFamily("draft", executor, self.counters)
+        self._context_graphs: GraphFamily[None] = GraphFamily("context", executor, self.counters)
+        widths = (1,) if draft is None else (draft.num_speculative_tokens + 1, 1)
+        largest, max_blocks = self.buckets[-1], -(-max_model_len // caches[0].block_size)
+        self._target_inputs = {width: TargetInputs(largest, width, max_blocks, max_model_len) for width in widths}
+        self._draft_inputs = DraftInputs(largest, max_blocks)
+        self._context_inputs = ContextInputs(largest * widths[0])
+        with torch.inference_mode():
+            self._capture(sampled_drafts)
+        families = (self._target_graphs, self._draft_graphs, self._logits_graphs, self._context_graphs)
+        for family in families:
+            family.close()
+        input_bytes = sum(inputs.nbytes for inputs in self._target_inputs.values())
+        if draft is not None:
+            input_bytes += self._draft_inputs.nbytes + self._context_inputs.nbytes
+        self.counters.capture_ms = (time.perf_counter() - started) * 1000
+        self.counters.memory_bytes = sum(family.arena.bytes for family in families) + input_bytes
+        self._captures_at_close = executor.captures
+
+    def report(self) -> GraphCounters:
+        """The counters as they are now."""
+        self.counters.captures_since_startup = self._executor.captures - self._captures_at_close
+        return self.counters
+
+    def decode(self, batch: ForwardBatch) -> TargetOutput:
+        """See `Passes.decode`."""
+        sequences, rows = batch.attention.block_tables.shape[0], batch.token_ids.shape[0]
+        bucket = self._bucket(sequences)
+        if bucket is None:
+            self._count_eager("target")
+            output = super().decode(batch)
+            return TargetOutput(output.hidden, output.logits, output.captured, eager_reason=TOO_MANY_SEQUENCES)
+        inputs = self._target_inputs[rows // sequences]
+        inputs.load(batch, bucket)
+        results = self._target_graphs.replay(_named(inputs.batch(bucket)))
+        captured = None if results.captured is None else results.captured[:rows]
+        return TargetOutput(results.hidden[:rows], results.logits[:rows], captured, results.captured)
+
+    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> DraftOutput:
+        """See `Passes.draft`."""
+        sequences = anchors.shape[0]
+        bucket = self._bucket(sequences)
+        if bucket is None:
+            self._count_eager("draft")
+            return super().draft(anchors, context_lengths, block_tables, max_length)
+        self._draft_inputs.load(anchors, context_lengths, block_tables, bucket)
+        output = self._logits_graphs.replay(self._draft_inputs.tensors(bucket))
+        return DraftOutput(output.row_logits[:sequences], output.row_hidden[:sequences], output.lead_rows)
+
+    def propose(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Proposal:
+        """See `Passes.propose`."""
+        sequences = anchors.shape[0]
+        bucket = self._bucket(sequences)
+        if bucket is None:
+            self._count_eager("draft")
+            return super().propose(anchors, context_lengths, block_tables, max_length)
+        self._draft_inputs.load(anchors, context_lengths, block_tables, bucket)
+        proposal = self._draft_graphs.replay(self._draft_inputs.tensors(bucket))
+        confidences = None if proposal.confidences is None else proposal.confidences[:sequences]
+        return Proposal(proposal.token_ids[:sequences], proposal.scores[:sequences], confidences, None)
+
+    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
+        """See `Passes.update_context`."""
+        if output.graph_captured is None:
+            if output.eager_reason is not None:
+                self._count_eager("context")
+            super().update_context(output, positions, slots)
+            return
+        rows = output.graph_captured.shape[0]
+        self._context_inputs.load(positions, slots, rows)
+        self._context_graphs.replay({"captured": output.graph_captured, **self._context_inputs.tensors(rows)})
+
+    def _capture(self, sampled_drafts: bool) -> None:
+        """Capture every graph, largest first, so that the smaller ones fit in its memory; then try the smallest."""
+        for bucket in reversed(self.buckets):
+            for inputs in self._target_inputs.values():
+                self._capture_target(inputs.batch(bucket))
+            if self.drafting is not None:
+                self._capture_draft(bucket, sampled_drafts)
+        # Every input says "write nothing" until it is first loaded.
+        smallest = self.buckets[0]
+        for inputs in self._target_inputs.values():
+            captured = self._target_graphs.replay(_named(inputs.batch(smallest))).captured
+            if captured is not None:
+                tensors = self._context_inputs.tensors(captured.shape[0])
+                self._context_graphs.replay({"captured": captured, **tensors})
+        if self.drafting is not None:
+            self._draft_graphs.replay(self._draft_inputs.tensors(smallest))
+        self.counters.replays.clear()
+
+    def _capture_target(self, batch: ForwardBatch) -> None:
+        def compute() -> _TargetResults:
+            result = self.target.forward(batch, self.caches, self.captured_layers)
+            return _TargetResults(result.hidden, self.target.logits(result.hidden), result.captured)
+
+        captured = self._target_graphs.capture(_named(batch), compute).captured
+        if captured is None:
+            return
+        model, tensors = self._draft_model, self._context_inputs.tensors(captured.shape[0])
+        inputs = {"captured": captured, **tensors}
+        # N + 1 sequences of 1 row and 1 sequence of N + 1 rows may leave their rows at the same place.
+        if inputs not in self._context_graphs:
+            self._context_graphs.capture(
+                inputs,
+                lambda: model.drafter.context_update(captured, tensors["positions"], tensors["slots"], model.caches),
+            )
+
+    def _capture_draft(self, bucket: int, sampled_drafts: bool) -> None:
+        tensors = self._draft_inputs.tensors(bucket)
+
+        def draft() -> DraftOutput:
+            return Passes.draft(self, **tensors, max_length=0)
+
+        self._draft_graphs.capture(tensors, lambda: self._draft_model.drafter.propose(tensors["anchors"], draft()))
+        if sampled_drafts:
+            self._logits_graphs.capture(tensors, draft)
+
+    def _bucket(self, sequences: int) -> int | None:
+        """The smallest number of sequences that a graph has and `sequences` fit in; None beyond the largest."""
+        return next((bucket for bucket in self.buckets if bucket >= sequences), None)
+
+    def _count_eager(self, family: Family) -> None:
+        self.counters.eager[family, TOO_MANY_SEQUENCES] += 1
+
+
+def _named(batch: ForwardBatch) -> dict[str, Tensor]:
+    """A target pass's inputs by name."""
+    attention = batch.attention
+    return {
+        "token_ids": batch.token_ids,
+        "slots": batch.slots,
+        "positions": attention.positions,
+        "row_starts": attention.row_starts,
+        "block_tables": attention.block_tables,
+    }

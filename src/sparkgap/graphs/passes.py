@@ -1,0 +1,104 @@
+"""The passes of a round, computed eagerly."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkgap.models.batch import ForwardBatch
+from sparkgap.models.heads import DraftOutput, Proposal
+from sparkgap.models.interfaces import BlockDrafter, Target
+from sparkgap.ops.kernels import KVCache
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What a target pass gave.
+
+    Attributes:
+        hidden: `[rows, hidden_size]` after the final norm.
+        logits: float32 `[rows, vocab]`; None where not all rows' were asked for.
+        captured: `[rows, m * hidden_size]`, hidden states for the drafter; None without one.
+        graph_captured: `captured` with the rows that pad a replay, which context graphs are bound to; None of an eager
+            pass.
+        eager_reason: why a pass that has graphs ran eagerly all the same.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None
+    captured: Tensor | None
+    graph_captured: Tensor | None = None
+    eager_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A drafter and what it drafts with.
+
+    Attributes:
+        drafter: proposes tokens.
+        caches: its context KV, one cache a draft layer, in blocks of the target's numbers and size.
+        num_speculative_tokens: draft tokens a round (N).
+    """
+
+    drafter: BlockDrafter
+    caches: Seq[KVCache]
+    num_speculative_tokens: int
+
+
+class Passes:
+    """Target, draft and context passes, each computed when it is called.
+
+    Args:
+        target: the network.
+        caches: its KV caches, one a layer.
+        draft: the drafter; None without speculation.
+    """
+
+    def __init__(self, target: Target, caches: Seq[KVCache], draft: DraftModel | None = None) -> None:
+        self.target = target
+        self.caches = caches
+        self.drafting = draft
+        self.captured_layers: tuple[int, ...] = () if draft is None else draft.drafter.target_layer_ids
+
+    def prefill(self, batch: ForwardBatch) -> TargetOutput:
+        """A target pass over prompt chunks, without logits."""
+        result = self.target.forward(batch, self.caches, self.captured_layers)
+        return TargetOutput(result.hidden, None, result.captured)
+
+    def decode(self, batch: ForwardBatch) -> TargetOutput:
+        """A target pass with as many rows of each sequence, and logits of all.
+
+        The output may lie in memory of the passes' own, and holds until the next `decode`.
+        """
+        result = self.target.forward(batch, self.caches, self.captured_layers)
+        return TargetOutput(result.hidden, self.target.logits(result.hidden), result.captured)
+
+    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> DraftOutput:
+        """A draft pass, as `Drafter.draft`; the output holds until the next draft pass."""
+        model = self._draft_model
+        return model.drafter.draft(
+            anchors, context_lengths, block_tables, model.caches, model.num_speculative_tokens, max_length
+        )
+
+    def propose(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Proposal:
+        """A draft pass and the heads' chain with the largest logit; the output holds until the next draft pass."""
+        draft = Passes.draft(self, anchors, context_lengths, block_tables, max_length)
+        return self._draft_model.drafter.propose(anchors, draft)
+
+    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
+        """Write the drafter's context KV of a target pass's rows.
+
+        Args:
+            output: what the pass gave; the last one, if it came from `decode`.
+            positions: int64 `[rows]`.
+            slots: int64 `[rows]`; -1 writes nothing.
+        """
+        assert output.captured is not None
+        model = self._draft_model
+        model.drafter.context_update(output.captured, positions, slots, model.caches)
+
+    @property
+    def _draft_model(self) -> DraftModel:
+        assert self.drafting is not None, "these passes have no drafter"
+        return self.drafting
