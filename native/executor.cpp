@@ -88,6 +88,7 @@ void Executor::begin_capture(std::shared_ptr<Graph> graph) {
 
 void Executor::end_capture() {
   if (!recording_) throw std::logic_error("no capture is under way");
+  recording_->calls_.shrink_to_fit();
   recording_.reset();
 }
 

@@ -43,6 +43,7 @@ class Graph {
 
   void replay();  // GIL released while it runs
   size_t size() const { return calls_.size(); }
+  size_t bytes() const { return calls_.capacity() * sizeof(Call); }  // beside the arena
 
  private:
   friend class Executor;

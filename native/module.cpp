@@ -51,6 +51,7 @@ NB_MODULE(_native, m) {
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
       .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
+      .def_prop_ro("bytes", &Graph::bytes)
       .def("__len__", &Graph::size);
 
   nb::class_<Executor>(m, "Executor", "Runs or records the CPU device's operations.")

@@ -13,7 +13,7 @@ from sparkgap.catalog.drafters import DrafterCheckpoint, read_drafter, tensor_sh
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import expected_shapes, load_target
-from sparkgap.ops import TorchKernels
+from sparkgap.ops import Kernels, TorchKernels
 
 VOCAB = 61
 HIDDEN = 32
@@ -81,7 +81,7 @@ def random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator)
     return torch.randn(shape, generator=generator) * scale
 
 
-def random_target(seed: int = 0, **changes: Any) -> Decoder:
+def random_target(seed: int = 0, kernels: Kernels | None = None, **changes: Any) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     config = {**TARGET_CONFIG, **changes}
     shapes = expected_shapes(ModelConfig.from_hf(config))
@@ -89,7 +89,7 @@ def random_target(seed: int = 0, **changes: Any) -> Decoder:
     return load_target(
         config,
         DictWeights(tensors),
-        kernels=TorchKernels(),
+        kernels=kernels or TorchKernels(),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

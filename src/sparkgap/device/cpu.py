@@ -1,5 +1,6 @@
 """Graphs of the CPU device: kernel calls recorded with bound pointers, replayed by the native module."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,11 @@ class CpuGraph:
             raise CaptureError("the graph holds no calls: nothing was captured, or the capture failed")
         self._graph.replay()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the recorded calls, without the arena."""
+        return self._graph.bytes
+
     def __len__(self) -> int:
         """Kernel calls in the graph."""
         return len(self._graph)
@@ -85,6 +91,11 @@ class CpuGraph:
 
 class _NoCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets views and uninitialized memory through and refuses every other torch operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; telling the compiler so would import it, which takes a second."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -102,6 +113,7 @@ class _NoCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call(*args, **(kwargs or {}))
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """True when the operation only gives another view of an argument."""
     schema = func._schema

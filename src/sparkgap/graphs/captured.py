@@ -80,7 +80,7 @@ class CapturedPasses(Passes):
         if draft is not None:
             input_bytes += self._draft_inputs.nbytes + self._context_inputs.nbytes
         self.counters.capture_ms = (time.perf_counter() - started) * 1000
-        self.counters.memory_bytes = sum(family.arena.bytes for family in families) + input_bytes
+        self.counters.memory_bytes = sum(family.nbytes for family in families) + input_bytes
         self._captures_at_close = executor.captures
 
     def report(self) -> GraphCounters:

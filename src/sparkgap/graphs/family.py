@@ -14,8 +14,8 @@ from sparkgap.graphs.counters import Family, GraphCounters
 
 Outputs = TypeVar("Outputs")
 
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of sequences that graphs are captured for. A pass is padded to the next one, so at most by half."""
+BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+"""Numbers of sequences that graphs are captured for. A pass is padded to the next one, so by less than a quarter."""
 
 
 def buckets_up_to(max_sequences: int) -> tuple[int, ...]:
@@ -44,6 +44,11 @@ class GraphFamily(Generic[Outputs]):
     def __len__(self) -> int:
         """Captured graphs."""
         return len(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of results, workspaces and recorded calls."""
+        return self.arena.bytes + sum(graph.nbytes for graph, _ in self._graphs.values())
 
     def __contains__(self, inputs: Mapping[str, Tensor]) -> bool:
         """Whether a graph was captured over these tensors."""
