@@ -21,9 +21,12 @@ from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.sequence import Sequence
 
 BLOCK = 4
-BLOCKS = 200
+BLOCKS = 400
 MAX_MODEL_LEN = 90
-MAX_SEQUENCES = 6
+MAX_SEQUENCES = 12
+NUMBERS = (1, 1, 2, 3, 7, 9, 9, 11, 11, 12)
+"""Numbers of sequences that tests draw from: those with a graph of their own and those that are padded to 10 and 12."""
+
 N = 4
 CPU = torch.device("cpu")
 HEADS: dict[str, dict[str, Any]] = {
@@ -160,13 +163,14 @@ def test_replays_equal_eager_passes(heads: str, quantization: str | None) -> Non
     chance = random.Random(heads)
     pair = make_pair(heads, quantization, threads=1 + len(heads) % 2)
     pair.assert_same_kv()
-    rounds = 100
+    assert not {9, 11} & set(pair.captured.buckets)
+    rounds = 80
     with torch.inference_mode():
         for turn in range(rounds):
-            number = chance.randint(1, MAX_SEQUENCES)
+            number = chance.choice(NUMBERS)
             run_draft(pair, chance, number, sampled=turn % 4 == 0)
             run_target(pair, chance, number, N + 1)
-            run_target(pair, chance, chance.randint(1, MAX_SEQUENCES), 1)
+            run_target(pair, chance, chance.choice(NUMBERS), 1)
             if turn % 10 == 0:
                 pair.assert_same_kv()
     pair.assert_same_kv()
@@ -180,10 +184,10 @@ def test_thousands_of_plain_replays() -> None:
     chance = random.Random(0)
     pair = make_pair(None)
     with torch.inference_mode():
-        for _ in range(2500):
-            run_target(pair, chance, chance.randint(1, MAX_SEQUENCES), 1)
+        for _ in range(2000):
+            run_target(pair, chance, chance.choice(NUMBERS), 1)
     pair.assert_same_kv()
-    assert pair.captured.report().replays["target"] == 2500
+    assert pair.captured.report().replays["target"] == 2000
 
 
 @pytest.mark.parametrize("heads", [None, *HEADS])
