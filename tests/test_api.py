@@ -241,6 +241,9 @@ def test_progress_bar(llm, capfd):
         ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes 1000 holds 0 positions.*needs 16384 bytes"),
         ({"dtype": "int8"}, "dtype"),
         ({"device": "nonsense"}, "device must be"),
+        ({"graphs": "always"}, "graphs must be one of auto, on, off, got 'always'"),
+        ({"graphs": 1}, "graphs must be one of"),
+        ({"graphs": "on", "dtype": "float16", "device": "cpu"}, "graphs on needs .* native kernels.*graphs off"),
         ({"device": "cuda"}, "device cuda is not usable"),
     ],
 )

@@ -45,6 +45,14 @@ class FakeLLM:
     def info(self) -> dict[str, Any]:
         return {"max_model_len": self.max_model_len}
 
+    def graph_counts(self) -> dict[str, Any]:
+        return {
+            "captures_at_startup": 5,
+            "captures_since_startup": 0,
+            "replays": {"target": 3, "draft": 0, "context": 0},
+            "eager": {"too many": 2},
+        }
+
     def generate(self, prompts: Sequence[Any], params: SamplingParams) -> list[RequestOutput]:
         return [self._output(prompt, params, self.words) for prompt in prompts]
 

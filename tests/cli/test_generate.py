@@ -67,6 +67,7 @@ def test_prompt_files_and_standard_input(
 
 def test_options_reach_the_engine_and_the_request(sparkgap: Callable[..., Any], llm: Any) -> None:
     engine = "--model m --dtype float32 --device cpu --max-model-len 99 --max-num-seqs 3 --seed 5 --threads 2 --offline"
+    engine += " --graphs off"
     sampling = (
         "--max-tokens 7 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --presence-penalty 1 "
         "--frequency-penalty -1 --repetition-penalty 1.1 --logit-bias 5=-2.5 --logit-bias 6=3 --stop a --stop b "
@@ -76,7 +77,7 @@ def test_options_reach_the_engine_and_the_request(sparkgap: Callable[..., Any], 
     assert sparkgap("generate", "hi", *engine.split(), *kv, *sampling.split()).status == 0
     config, params = llm.config, llm.params[0]
     assert (config.model, config.dtype, config.device, config.max_model_len) == ("m", "float32", "cpu", 99)
-    assert (config.max_num_seqs, config.seed, config.threads) == (3, 5, 2)
+    assert (config.max_num_seqs, config.seed, config.threads, config.graphs) == (3, 5, 2, "off")
     assert (config.allow_download, config.kv_cache_memory_bytes) == (False, 3 * 2**29)
     assert (params.max_tokens, params.min_tokens, params.temperature, params.top_p) == (7, 2, 0.5, 0.9)
     assert (params.top_k, params.min_p, params.presence_penalty) == (40, 0.1, 1.0)
@@ -102,6 +103,7 @@ def test_json_is_one_object_and_nothing_else(sparkgap: Callable[..., Any], llm: 
     assert report["finish_reason"] == "stop"
     assert report["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
     assert report["metrics"]["ttft_ms"] == 12.0
+    assert report["graphs"] == llm.graph_counts()
     assert "choices" not in report
 
 
