@@ -1,8 +1,10 @@
 """The verbs models are written in. One interface; a device brings its implementation."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -93,6 +95,10 @@ class Kernels(ABC):
     Row operations never mix rows: what row `r` gives does not depend on which rows stand beside it (exactly on
     devices with fixed-order kernels; within the reduction order of the library's matrix product in the torch
     reference).
+
+    Inputs of `rotary`, `rms_norm`, `kv_write` and `paged_attention` may be views of wider rows (queries, keys and
+    values side by side, as one product gives them): a head's features are contiguous, heads follow each other,
+    only the row stride is larger. Everything returned is contiguous.
     """
 
     @abstractmethod
@@ -164,7 +170,8 @@ class Kernels(ABC):
             block_tables: int32 `[sequences, max_blocks]`.
             scale: multiplies the dot products.
             sliding_window: when given, a row sees positions above `its own - sliding_window` only.
-            max_length: upper bound of `context_lengths` (host number).
+            max_length: upper bound of `context_lengths` (host number); 0 when unknown: the block tables' whole
+                capacity is looked at.
 
         Returns:
             `[sequences, block_rows, heads, head_dim]`.
@@ -173,3 +180,11 @@ class Kernels(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up` `[rows, 2 * features]`, gate first: `[rows, features]`."""
+
+    def concat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors `[rows, features_i]` side by side: `[rows, sum of features_i]`."""
+        return torch.cat(list(tensors), dim=-1)
+
+    def to_float32(self, x: Tensor) -> Tensor:
+        """`x` in float32."""
+        return x.to(torch.float32)

@@ -1,0 +1,129 @@
+"""The dense decoder of the Llama, Mistral, Qwen2 and Qwen3 families."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkgap.models.batch import ForwardBatch, ForwardResult
+from sparkgap.models.config import ModelConfig
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer.
+
+    Attributes:
+        input_norm, post_attention_norm: `[hidden_size]`.
+        qkv: query, key and value projections, one above the other.
+        query_norm, key_norm: `[head_dim]`, or None in families without them.
+        output: the attention's output projection.
+        gate_up: gate and up projections, one above the other.
+        down: the feed-forward's output projection.
+        sliding_window: positions a row sees, its own included; None sees everything.
+    """
+
+    input_norm: Tensor
+    qkv: LinearWeight
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: LinearWeight
+    post_attention_norm: Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+    sliding_window: int | None
+
+
+class Decoder:
+    """A target network. Written in `Kernels` and views only, so that a device can record a pass and replay it.
+
+    Attributes:
+        config: what the network looks like.
+        kernels: what computes it.
+        dtype, device: of weights, hidden states and KV cache.
+        embedding: `[vocab_size, hidden_size]`.
+        lm_head: product that gives logits; shares the embedding's storage where they are tied (and the kernels
+            keep weights as they are).
+        rotary: angles of each position, for as many positions as a sequence may have.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        lm_head: LinearWeight,
+        rotary: RotaryTable,
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.embedding = embedding
+        self.layers = tuple(layers)
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.rotary = rotary
+        self.dtype: torch.dtype = embedding.dtype
+        self.device: torch.device = embedding.device
+        self._scale = config.head_dim**-0.5
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings `[rows, hidden_size]` of `token_ids` int64 `[rows]`."""
+        return self.kernels.embed(token_ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 `[rows, vocab_size]` of rows of `ForwardResult.hidden`."""
+        return self.kernels.to_float32(self.kernels.linear(hidden, self.lm_head))
+
+    def forward(
+        self, batch: ForwardBatch, caches: Sequence[KVCache], captured_layers: tuple[int, ...] = ()
+    ) -> ForwardResult:
+        """One pass: writes each row's keys and values at its slot and gives the hidden states.
+
+        Args:
+            batch: rows to compute.
+            caches: one for each layer.
+            captured_layers: ids of layers whose output is kept. Id `k` is the residual stream after layer `k`
+                (Hugging Face `hidden_states[k + 1]`). The last layer's is taken *before* the final norm, where
+                Hugging Face's last hidden state is after it.
+
+        Returns:
+            Hidden states after the final norm, and the captured streams side by side in the order asked for.
+        """
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        streams: dict[int, Tensor] = {}
+        residual = self.embed(batch.token_ids)
+        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, cache, norm) in enumerate(zip(self.layers, caches, following_norms, strict=True)):
+            attended = self._attention(layer, hidden, cache, batch.slots, batch.attention)
+            hidden, residual = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+            fed = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
+            hidden, residual = kernels.add_rms_norm(fed, residual, norm, eps)
+            if index in captured_layers:
+                streams[index] = residual
+        captured = kernels.concat([streams[index] for index in captured_layers]) if captured_layers else None
+        return ForwardResult(hidden, captured)
+
+    def _attention(
+        self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, slots: Tensor, rows: AttentionRows
+    ) -> Tensor:
+        kernels, config = self.kernels, self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+        values = qkv[:, heads + kv_heads :]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = kernels.rms_norm(qkv[:, :heads], layer.query_norm, config.rms_norm_eps)
+            keys = kernels.rms_norm(qkv[:, heads : heads + kv_heads], layer.key_norm, config.rms_norm_eps)
+            queries = kernels.rotary(queries, rows.positions, self.rotary)
+            keys = kernels.rotary(keys, rows.positions, self.rotary)
+        else:
+            rotated = kernels.rotary(qkv[:, : heads + kv_heads], rows.positions, self.rotary)
+            queries, keys = rotated[:, :heads], rotated[:, heads:]
+        kernels.kv_write(keys, values, cache, slots)
+        attended = kernels.paged_attention(queries, cache, rows, self._scale, layer.sliding_window)
+        return kernels.linear(attended.view(-1, heads * config.head_dim), layer.output)

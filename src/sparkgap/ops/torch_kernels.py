@@ -1,0 +1,242 @@
+"""The kernels in plain torch: correct on every torch device, and the oracle that other kernels are tested against.
+
+Softmax and attention products are computed in float32. On a CPU with one sequence the live length is read from the
+positions (free there), so that exactly the visible keys are gathered. Where the host must know device values
+(`kv_write` with masked slots, passes with unequal numbers of rows), an accelerator has to be waited for; device
+kernels avoid that, this reference does not.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+
+_FUSED_ATTENTION_ROWS = 17
+"""Rows of one sequence from which torch's fused attention is faster than two matrix products."""
+
+
+class TorchKernels(Kernels):
+    """`Kernels` in eager torch.
+
+    Args:
+        linear_tile_rows: when given, every matrix product runs on exactly that many rows at a time, padded with
+            zeros, so that a row's result does not depend on the number of rows that stand beside it.
+    """
+
+    def __init__(self, linear_tile_rows: int | None = None) -> None:
+        if linear_tile_rows is not None and linear_tile_rows < 1:
+            raise ValueError(f"linear_tile_rows must be at least 1, got {linear_tile_rows}")
+        self.linear_tile_rows = linear_tile_rows
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+        """The weight as it is, without a copy."""
+        return LinearWeight(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Kernels.embed`."""
+        return table.index_select(0, token_ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        total = x + residual
+        return functional.rms_norm(total, weight.shape, weight, eps), total
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """See `Kernels.linear`."""
+        if self.linear_tile_rows is None:
+            return functional.linear(x, weight.weight, weight.bias)
+        return _tiled_linear(x, weight, self.linear_tile_rows)
+
+    def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
+        """See `Kernels.rotary`; computed in float32."""
+        cos = table.cos.index_select(0, positions).unsqueeze(1)
+        sin = table.sin.index_select(0, positions).unsqueeze(1)
+        half = cos.shape[-1]
+        rotary_dim = 2 * half
+        first, second = x[..., :half], x[..., half:rotary_dim]
+        rotated = [
+            torch.addcmul(first * cos, second, sin, value=-1.0),
+            torch.addcmul(second * cos, first, sin),
+        ]
+        if rotary_dim < x.shape[-1]:
+            rotated.append(x[..., rotary_dim:].to(cos.dtype))
+        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+    def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
+        """See `Kernels.kv_write`; asks the device whether a slot is masked, which waits for an accelerator."""
+        masked = slots < 0
+        if masked.any():
+            kept = masked.logical_not_().nonzero().squeeze(1)
+            slots, keys, values = slots[kept], keys[kept], values[kept]
+        _flat(cache.keys).index_copy_(0, slots, keys)
+        _flat(cache.values).index_copy_(0, slots, values)
+
+    def paged_attention(
+        self,
+        queries: Tensor,
+        cache: KVCache,
+        rows: AttentionRows,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """See `Kernels.paged_attention`; unequal numbers of rows loop over sequences with lengths on the host."""
+        num_sequences = rows.block_tables.shape[0]
+        num_rows = queries.shape[0]
+        if num_rows == num_sequences * rows.max_rows:
+            return _uniform_attention(queries, cache, rows, scale, sliding_window)
+        starts = rows.row_starts.tolist()
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        for sequence in range(num_sequences):
+            start, end = starts[sequence], starts[sequence + 1]
+            if start == end:
+                continue
+            part = AttentionRows(
+                positions=rows.positions[start:end],
+                row_starts=rows.row_starts,
+                block_tables=rows.block_tables[sequence : sequence + 1],
+                max_rows=end - start,
+                max_length=rows.max_length,
+            )
+            output[start:end] = _uniform_attention(queries[start:end], cache, part, scale, sliding_window)
+        return output
+
+    def block_attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: KVCache,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        max_length: int = 0,
+    ) -> Tensor:
+        """See `Kernels.block_attention`."""
+        num_sequences, block_rows = queries.shape[:2]
+        capacity = block_tables.shape[1] * cache.block_size
+        length = min(max_length, capacity) if max_length else capacity
+        context_keys, context_values = _gather(cache, block_tables, 0, length)
+        place = torch.arange(length, device=queries.device)
+        live = place < context_lengths.unsqueeze(1)
+        context_values.masked_fill_(live.logical_not()[:, :, None, None], 0.0)
+        visible = live.unsqueeze(1).expand(num_sequences, block_rows, length)
+        row = torch.arange(block_rows, device=queries.device)
+        inside = torch.ones(block_rows, block_rows, dtype=torch.bool, device=queries.device)
+        if sliding_window is not None:
+            oldest = context_lengths.unsqueeze(1) + row - sliding_window
+            visible = visible & (place > oldest.unsqueeze(2))
+            inside = row > row.unsqueeze(1) - sliding_window
+        visible = torch.cat((visible, inside.expand(num_sequences, block_rows, block_rows)), dim=2)
+        all_keys = torch.cat((context_keys, keys), dim=1)
+        all_values = torch.cat((context_values, values), dim=1)
+        return _attend(queries, all_keys, all_values, visible, scale)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+
+def _tiled_linear(x: Tensor, weight: LinearWeight, tile_rows: int) -> Tensor:
+    output = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], tile_rows):
+        part = x[start : start + tile_rows]
+        tile = torch.zeros(tile_rows, x.shape[1], dtype=x.dtype, device=x.device)
+        tile[: part.shape[0]] = part
+        product = functional.linear(tile, weight.weight, weight.bias)
+        output[start : start + tile_rows] = product[: part.shape[0]]
+    return output
+
+
+def _flat(cache: Tensor) -> Tensor:
+    """Slots in a row: `[num_blocks * block_size, kv_heads, head_dim]`; a view, so that writes reach the cache."""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def _gather(cache: KVCache, block_tables: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values at positions `start ... end - 1`, each `[sequences, length, kv_heads, head_dim]`.
+
+    Blocks are copied whole; what is returned is a slice of them.
+    """
+    block_size = cache.block_size
+    first, last = start // block_size, (end + block_size - 1) // block_size
+    blocks = block_tables[:, first:last]
+    shape = (blocks.shape[0], blocks.shape[1] * block_size, *cache.keys.shape[2:])
+    blocks = blocks.reshape(-1)
+    wanted = slice(start - first * block_size, end - first * block_size)
+    keys = cache.keys.index_select(0, blocks).view(shape)[:, wanted]
+    values = cache.values.index_select(0, blocks).view(shape)[:, wanted]
+    return keys, values
+
+
+def _uniform_attention(
+    queries: Tensor, cache: KVCache, rows: AttentionRows, scale: float, sliding_window: int | None
+) -> Tensor:
+    """Causal attention where every sequence has the same number of rows."""
+    num_sequences = rows.block_tables.shape[0]
+    num_rows, heads, head_dim = queries.shape
+    width = num_rows // num_sequences
+    if num_sequences == 1 and queries.device.type == "cpu":
+        positions = rows.positions.tolist()
+        end = max(positions) + 1
+        start = 0 if sliding_window is None else max(min(positions) + 1 - sliding_window, 0)
+    else:
+        start, end = 0, min(rows.max_length, rows.block_tables.shape[1] * cache.block_size)
+    keys, values = _gather(cache, rows.block_tables, start, end)
+    split = queries.view(num_sequences, width, heads, head_dim)
+    if num_rows == 1 and queries.device.type == "cpu":
+        return _attend(split, keys, values, None, scale).view(num_rows, heads, head_dim)
+    place = torch.arange(start, end, device=queries.device)
+    positions_of_rows = rows.positions.view(num_sequences, width, 1)
+    visible = place <= positions_of_rows
+    # A place that no row sees may hold anything, and zero times a NaN is a NaN.
+    unseen = place > positions_of_rows.amax(1)
+    values.masked_fill_(unseen[:, :, None, None], 0.0)
+    if sliding_window is not None:
+        visible &= place > positions_of_rows - sliding_window
+    return _attend(split, keys, values, visible, scale).view(num_rows, heads, head_dim)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    """Attention with grouped heads.
+
+    Args:
+        queries: `[sequences, width, heads, head_dim]`.
+        keys, values: `[sequences, length, kv_heads, head_dim]`.
+        visible: bool `[sequences, width, length]`; None when every row sees everything.
+        scale: multiplies the dot products.
+
+    Returns:
+        Contiguous `[sequences, width, heads, head_dim]`.
+    """
+    num_sequences, width, heads, head_dim = queries.shape
+    length, kv_heads = keys.shape[1:3]
+    group = heads // kv_heads
+    if width >= _FUSED_ATTENTION_ROWS:
+        output = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=None if visible is None else visible.unsqueeze(1),
+            scale=scale,
+            enable_gqa=group > 1,
+        )
+        return output.transpose(1, 2).contiguous()
+    grouped = queries.reshape(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
+    grouped = grouped.to(torch.float32).reshape(num_sequences, kv_heads, width * group, head_dim)
+    scores = grouped @ keys.permute(0, 2, 3, 1).to(torch.float32)
+    scores *= scale
+    if visible is not None:
+        hidden = visible.logical_not()[:, None, :, None, :]
+        scores.view(num_sequences, kv_heads, width, group, length).masked_fill_(hidden, -torch.inf)
+    output = scores.softmax(-1) @ values.transpose(1, 2).to(torch.float32)
+    output = output.view(num_sequences, kv_heads, width, group, head_dim).transpose(1, 2)
+    result = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    result.view(num_sequences, width, kv_heads, group, head_dim).copy_(output)
+    return result
