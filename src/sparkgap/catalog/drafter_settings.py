@@ -1,0 +1,302 @@
+"""What a draft checkpoint says about itself, read from the two formats that exist into one meaning."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparkgap.errors import CheckpointError, UnsupportedModelError
+
+DraftMethod = Literal["dspark", "dflash"]
+"""`dspark` has sequential heads, `dflash` is the same block drafter without them."""
+
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+"""How the token before changes the logits of a draft token (arXiv 2607.05147, section 3)."""
+
+DRAFT_METHODS: tuple[DraftMethod, ...] = ("dspark", "dflash")
+MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = ("vanilla", "gated", "rnn")
+
+_EMBEDDING_OUTPUT = -1
+"""Engine layer id of the stream before the first layer."""
+
+_SLIDING = "sliding_attention"
+
+_HEAD_KEYS = frozenset(
+    {
+        "architectures", "auto_map", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers",
+        "target_hidden_size", "num_anchors", "draft_vocab_size", "sample_from_anchor", "markov_rank",
+        "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "dflash_config", "is_causal",
+    }
+)  # fmt: skip
+"""Top-level keys of a DeepSpec config that are not the transformer's."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "logit_scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "final_logit_softcapping": (),
+    "is_neox_style": (True,),
+    "quantization_config": (),
+    "shift_label": (False,),
+    "use_aux_hidden_state": (True,),
+    "hidden_act": ("silu", "swish"),
+}
+"""Settings that change what a drafter computes, with the values this engine computes (None is always one)."""
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """A draft checkpoint's configuration, whatever its format.
+
+    Attributes:
+        method: `dspark` or `dflash`.
+        transformer: the draft layers in Hugging Face keys of Qwen3 (`hidden_size`, `num_hidden_layers`, ...,
+            `vocab_size` is the target's).
+        layer_windows: sliding window of each draft layer, None where it sees its whole context.
+        layer_causal: for each draft layer, whether a block row sees only itself and the rows before it in the
+            block; False is the bidirectional block.
+        target_hidden_size: size of one captured hidden state of the target.
+        target_layer_ids: captured layers; id `k` is the residual stream *after* layer `k`, -1 the embedding's
+            output, as everywhere in this engine.
+        block_size: rows of a block in training, the anchor's included.
+        mask_token_id: token of the rows that follow the anchor.
+        sample_from_anchor: the anchor's row predicts the first draft token; when False only mask rows predict,
+            each the token at its own position.
+        draft_vocab_size: size of the draft vocabulary.
+        markov_rank: rank of the Markov head, 0 for none.
+        markov_head_type: kind of the Markov head.
+        confidence_head: whether the checkpoint has one.
+        confidence_head_with_markov: whether its input has the embedding of the token before.
+        num_target_layers: layers of the target it was trained for, when the checkpoint says so.
+    """
+
+    method: DraftMethod
+    transformer: Mapping[str, Any]
+    layer_windows: tuple[int | None, ...]
+    layer_causal: tuple[bool, ...]
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool
+    draft_vocab_size: int
+    markov_rank: int = 0
+    markov_head_type: MarkovHeadType = "vanilla"
+    confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    num_target_layers: int | None = None
+
+
+def parse_method(method: object, name: str) -> DraftMethod:
+    """The draft method that `method` names in any case.
+
+    Raises:
+        UnsupportedModelError: another method; the message names it and those that run.
+    """
+    for known in DRAFT_METHODS:
+        if isinstance(method, str) and method.lower() == known:
+            return known
+    raise UnsupportedModelError(
+        f"drafter {name}: method {method!r} is not supported; this engine runs {' and '.join(DRAFT_METHODS)}"
+    )
+
+
+def layer_ids_from_speculators(layer_ids: list[int]) -> tuple[int, ...]:
+    """Engine layer ids of speculators ids: speculators (and vLLM) id `k` is `hidden_states[k]`, the stream
+    after layer `k - 1`; 0 is the embedding's output."""
+    return tuple(k - 1 for k in layer_ids)
+
+
+def layer_ids_to_speculators(layer_ids: tuple[int, ...]) -> list[int]:
+    """Speculators ids of engine layer ids; the inverse of `layer_ids_from_speculators`."""
+    return [k + 1 for k in layer_ids]
+
+
+def read_settings(config: Mapping[str, Any], name: str) -> DrafterSettings:
+    """The settings in a draft checkpoint's `config.json`, of either format.
+
+    Args:
+        config: the file's content.
+        name: what error messages call the drafter.
+
+    Raises:
+        CheckpointError: a key is missing or has a value of the wrong kind; the message names it.
+        UnsupportedModelError: a method, head type or feature that this engine does not run.
+    """
+    if "speculators_model_type" in config:
+        return _read_speculators(config, name)
+    return _read_deepspec(config, name)
+
+
+def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
+    method = parse_method(config["speculators_model_type"], name)
+    transformer = config.get("transformer_layer_config")
+    if not isinstance(transformer, Mapping):
+        raise CheckpointError(f"drafter {name}: config.json has no transformer_layer_config")
+    _refuse_unknown_features(config, name)
+    _refuse_unknown_features(transformer, name)
+    if (projector := config.get("projector_type", "dflash")) != "dflash":
+        raise UnsupportedModelError(f"drafter {name}: projector_type {projector!r} is not supported")
+    block_size = _integer(config, "block_size", name, minimum=1)
+    sample_from_anchor = config.get("sample_from_anchor")
+    if sample_from_anchor is None:
+        sample_from_anchor = _layout_from_proposals(config, block_size, method)
+    # Absent means bidirectional: published checkpoints from before the key were trained that way.
+    causal_when_sliding = not config.get("sliding_window_non_causal", True)
+    windows = _windows(transformer, transformer.get("layer_types"), transformer.get("sliding_window"), name)
+    return _settings(
+        config,
+        name,
+        method=method,
+        transformer=transformer,
+        layer_windows=windows,
+        layer_causal=tuple(causal_when_sliding and window is not None for window in windows),
+        target_layer_ids=layer_ids_from_speculators(_layer_ids(config, "aux_hidden_state_layer_ids", name)),
+        block_size=block_size,
+        sample_from_anchor=bool(sample_from_anchor),
+    )
+
+
+def _layout_from_proposals(config: Mapping[str, Any], block_size: int, method: DraftMethod) -> bool:
+    """Whether the anchor predicts, for checkpoints written before the format had a key for it: as many
+    speculative tokens as block rows mean that it does, one fewer that it does not."""
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or []
+    tokens = proposals[0].get("speculative_tokens") if proposals else None
+    if tokens in (block_size, block_size - 1):
+        return bool(tokens == block_size)
+    return method == "dspark"
+
+
+def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
+    nested = config.get("dflash_config") or {}
+    merged = {**nested, **{key: value for key, value in config.items() if value is not None}}
+    _refuse_unknown_features(merged, name)
+    architecture = next(iter(config.get("architectures") or ()), "")
+    projector = nested.get("projector_type", "dflash")
+    if projector not in DRAFT_METHODS:
+        raise UnsupportedModelError(f"drafter {name}: projector_type {projector!r} is not supported")
+    if "dspark" not in architecture.lower() and "dflash" not in architecture.lower():
+        raise UnsupportedModelError(
+            f"drafter {name}: architecture {architecture!r} is not a DSpark or DFlash draft model, and config.json "
+            "has no speculators_model_type"
+        )
+    dspark = "dspark" in architecture.lower() or projector == "dspark" or bool(merged.get("markov_rank"))
+    layer_types = merged.get("layer_types")
+    if nested.get("use_swa") and _SLIDING not in (layer_types or ()):
+        layer_types = [_SLIDING] * _integer(merged, "num_hidden_layers", name, minimum=1)
+        sliding_means_causal = False
+    else:
+        sliding_means_causal = not dspark
+    window = nested.get("swa_window_size", merged.get("sliding_window"))
+    windows = _windows(merged, layer_types, window, name)
+    explicit = merged.get("is_causal", nested.get("causal"))
+    causal = tuple(
+        bool(explicit) if explicit is not None else (sliding_means_causal and window is not None)
+        for window in windows
+    )
+    sample_from_anchor = merged.get("sample_from_anchor")
+    return _settings(
+        merged,
+        name,
+        method="dspark" if dspark else "dflash",
+        transformer={key: value for key, value in config.items() if key not in _HEAD_KEYS},
+        layer_windows=windows,
+        layer_causal=causal,
+        target_layer_ids=tuple(_layer_ids(merged, "target_layer_ids", name)),
+        block_size=_integer(merged, "block_size", name, minimum=1),
+        sample_from_anchor=dspark if sample_from_anchor is None else bool(sample_from_anchor),
+    )
+
+
+def _settings(
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    method: DraftMethod,
+    transformer: Mapping[str, Any],
+    layer_windows: tuple[int | None, ...],
+    layer_causal: tuple[bool, ...],
+    target_layer_ids: tuple[int, ...],
+    block_size: int,
+    sample_from_anchor: bool,
+) -> DrafterSettings:
+    """The settings both formats spell alike, with the ones given."""
+    vocab_size = _integer(transformer, "vocab_size", name, minimum=1)
+    hidden_size = _integer(transformer, "hidden_size", name, minimum=1)
+    markov_rank = config.get("markov_rank") or 0
+    head_type = str(config.get("markov_head_type") or "vanilla").lower()
+    if markov_rank and head_type not in MARKOV_HEAD_TYPES:
+        raise UnsupportedModelError(
+            f"drafter {name}: markov_head_type {head_type!r} is not supported; this engine runs "
+            f"{', '.join(MARKOV_HEAD_TYPES)}"
+        )
+    confidence_head = bool(config.get("enable_confidence_head", False))
+    with_markov = confidence_head and bool(config.get("confidence_head_with_markov", False))
+    if with_markov and not markov_rank:
+        raise CheckpointError(
+            f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
+        )
+    return DrafterSettings(
+        method=method,
+        transformer=dict(transformer),
+        layer_windows=layer_windows,
+        layer_causal=layer_causal,
+        target_hidden_size=int(config.get("target_hidden_size") or hidden_size),
+        target_layer_ids=target_layer_ids,
+        block_size=block_size,
+        mask_token_id=_integer(config, "mask_token_id", name),
+        sample_from_anchor=sample_from_anchor,
+        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+        markov_rank=int(markov_rank),
+        markov_head_type=head_type if markov_rank else "vanilla",  # type: ignore[arg-type]
+        confidence_head=confidence_head,
+        confidence_head_with_markov=with_markov,
+        num_target_layers=config.get("num_target_layers"),
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, name: str, minimum: int = 0) -> int:
+    value = config.get(key)
+    if value is None:
+        raise CheckpointError(f"drafter {name}: config.json has no {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise CheckpointError(f"drafter {name}: {key} must be an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def _layer_ids(config: Mapping[str, Any], key: str, name: str) -> list[int]:
+    ids = config.get(key)
+    if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int for i in ids):
+        raise CheckpointError(f"drafter {name}: {key} must be a list of layer ids, got {ids!r}")
+    if len(set(ids)) != len(ids):
+        raise CheckpointError(f"drafter {name}: {key} names a layer twice: {list(ids)}")
+    return list(ids)
+
+
+def _windows(
+    transformer: Mapping[str, Any], layer_types: object, window: object, name: str
+) -> tuple[int | None, ...]:
+    """Sliding window of each layer from `layer_types`; without them every layer sees its whole context."""
+    layers = _integer(transformer, "num_hidden_layers", name, minimum=1)
+    if layer_types is None:
+        return (None,) * layers
+    known = ("full_attention", _SLIDING)
+    if not isinstance(layer_types, list | tuple) or len(layer_types) != layers:
+        raise CheckpointError(f"drafter {name}: layer_types must name {layers} layers, got {layer_types!r}")
+    for kind in layer_types:
+        if kind not in known:
+            raise UnsupportedModelError(f"drafter {name}: layer type {kind!r} is not supported")
+    if _SLIDING not in layer_types:
+        return (None,) * layers
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise CheckpointError(
+            f"drafter {name}: it has sliding-window layers, and sliding_window is {window!r}, not a positive number"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in layer_types)
+
+
+def _refuse_unknown_features(config: Mapping[str, Any], name: str) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = config.get(key)
+        if value is not None and value not in neutral:
+            raise UnsupportedModelError(f"drafter {name}: {key} = {value!r} is not supported")

@@ -1,0 +1,197 @@
+"""The block drafter: context update, draft pass and proposal (DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036).
+
+It keeps keys and values of committed positions only. What it knows of a position is the target's captured hidden
+states there, never the token: a position's context can be written once the target has computed it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkgap.catalog.drafters import DrafterCheckpoint
+from sparkgap.models.decoder import Decoder, DecoderLayer
+from sparkgap.models.drafter_config import DrafterConfig
+from sparkgap.models.drafter_loading import DrafterWeights, load_drafter_weights
+from sparkgap.models.heads import DraftOutput, Pick, Proposal, propose
+from sparkgap.ops.kernels import Kernels, KVCache, RotaryTable
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where the rows of one draft pass stand and what they see."""
+
+    positions: Tensor
+    sequences: int
+    rows: int
+    context_lengths: Tensor
+    block_tables: Tensor
+    max_length: int
+
+
+class Drafter:
+    """A draft model bound to a target. Written in `Kernels` and views only, except for a caller's own `pick`.
+
+    Attributes:
+        config: what the networks look like.
+        kernels: what computes them.
+        weights: their weights.
+        dtype, device: of weights, hidden states and context KV.
+        target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
+        max_context_length: longest context that a block can follow.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, kernels: Kernels, weights: DrafterWeights, rotary: RotaryTable
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.weights = weights
+        self.dtype: torch.dtype = weights.embedding.dtype
+        self.device: torch.device = weights.embedding.device
+        self.target_ids: Tensor | None = weights.heads.target_ids
+        self.max_context_length = rotary.cos.shape[0] - config.block_size
+        self._rotary = rotary
+        self._scale = config.backbone.head_dim**-0.5
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: DrafterCheckpoint,
+        target: Decoder,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        max_model_len: int | None = None,
+    ) -> "Drafter":
+        """Load a draft model for `target`, taking embedding and LM head from it where the checkpoint has none.
+
+        Args:
+            checkpoint: the draft model.
+            target: what it drafts for; its device is the drafter's.
+            kernels: what computes the drafter.
+            dtype: of weights and activations.
+            max_model_len: longest sequence; None takes what the drafter declares.
+
+        Raises:
+            CheckpointError: damaged, or not made for this target.
+            UnsupportedModelError: a kind of drafter that this engine does not run.
+        """
+        config = DrafterConfig.from_settings(checkpoint.settings, checkpoint.name)
+        config.check_fits(target.config)
+        weights, rotary = load_drafter_weights(config, checkpoint, target, kernels, dtype, max_model_len)
+        return cls(config, kernels, weights, rotary)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
+        return self.weights.num_parameters
+
+    def context_bytes_per_position(self) -> int:
+        """Bytes of context KV that one position takes in all layers."""
+        backbone = self.config.backbone
+        return 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * self.dtype.itemsize
+
+    def context_update(
+        self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]
+    ) -> None:
+        """Write the context keys and values of positions that the target has computed.
+
+        Args:
+            captured: `[rows, m * target_hidden_size]`, as `ForwardResult.captured`.
+            positions: int64 `[rows]`.
+            slots: int64 `[rows]`, KV slot of each row in every layer's cache; -1 writes nothing.
+            caches: one for each draft layer.
+        """
+        kernels, backbone, weights = self.kernels, self.config.backbone, self.weights
+        features = kernels.rms_norm(
+            kernels.linear(captured, weights.context_fc), weights.context_norm, backbone.rms_norm_eps
+        )
+        heads = backbone.num_kv_heads
+        pairs = kernels.linear(features, weights.context_kv).view(-1, 2 * backbone.num_layers * heads, backbone.head_dim)
+        for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
+            start = 2 * heads * index
+            keys = self._keyed(pairs[:, start : start + heads], layer.key_norm, positions)
+            kernels.kv_write(keys, pairs[:, start + heads : start + 2 * heads], cache, slots)
+
+    def draft(
+        self,
+        anchors: Tensor,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        caches: Sequence[KVCache],
+        num_speculative_tokens: int,
+        max_length: int = 0,
+    ) -> DraftOutput:
+        """One pass over each sequence's block.
+
+        Args:
+            anchors: int64 `[sequences]`, the last token of each, whose position is its context length.
+            context_lengths: int64 `[sequences]`, positions whose context is written.
+            block_tables: int32 `[sequences, max_blocks]`.
+            caches: one for each draft layer; only read.
+            num_speculative_tokens: tokens to draft.
+            max_length: upper bound of `context_lengths` (host number); 0 when unknown.
+
+        Raises:
+            ConfigError: more tokens than the drafter was trained for.
+        """
+        kernels, config, weights = self.kernels, self.config, self.weights
+        eps = config.backbone.rms_norm_eps
+        sequences, rows = anchors.shape[0], config.block_rows(num_speculative_tokens)
+        token_ids, positions = kernels.draft_inputs(anchors, context_lengths, rows, config.mask_token_id)
+        block = _Block(positions, sequences, rows, context_lengths, block_tables, max_length)
+        residual = kernels.embed(token_ids, weights.embedding)
+        hidden = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
+        following_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        for index, (layer, cache, norm) in enumerate(zip(weights.layers, caches, following_norms, strict=True)):
+            attended = self._attention(layer, hidden, cache, block, config.layer_causal[index])
+            hidden, residual = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+            fed = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
+            hidden, residual = kernels.add_rms_norm(fed, residual, norm, eps)
+        logits = kernels.to_float32(kernels.linear(hidden, weights.lm_head))
+        return DraftOutput(
+            logits.view(sequences, rows, config.draft_vocab_size),
+            hidden.view(sequences, rows, config.backbone.hidden_size),
+            config.lead_rows,
+        )
+
+    def propose(self, anchors: Tensor, draft: DraftOutput, pick: Pick | None = None) -> Proposal:
+        """Draft tokens of each sequence; see `heads.propose`."""
+        return propose(self.kernels, self.weights.heads, anchors, draft, pick)
+
+    def to_target_vocabulary(self, draft_logits: Tensor) -> Tensor:
+        """Logits `[..., draft_vocab]` over the target's vocabulary `[..., vocab]`: -inf where nothing is drafted."""
+        if self.target_ids is None:
+            return draft_logits
+        shape = (*draft_logits.shape[:-1], self.config.backbone.vocab_size)
+        logits = torch.full(shape, -torch.inf, dtype=draft_logits.dtype, device=draft_logits.device)
+        logits[..., self.target_ids] = draft_logits
+        return logits
+
+    def _keyed(self, heads: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
+        """Query or key heads `[rows, heads, head_dim]`, normed and rotated at their positions."""
+        assert norm is not None
+        normed = self.kernels.rms_norm(heads, norm, self.config.backbone.rms_norm_eps)
+        return self.kernels.rotary(normed, positions, self._rotary)
+
+    def _attention(self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool) -> Tensor:
+        kernels, backbone = self.kernels, self.config.backbone
+        heads, kv_heads, head_dim = backbone.num_heads, backbone.num_kv_heads, backbone.head_dim
+        qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
+        queries = self._keyed(qkv[:, :heads], layer.query_norm, block.positions)
+        keys = self._keyed(qkv[:, heads : heads + kv_heads], layer.key_norm, block.positions)
+        split = (block.sequences, block.rows)
+        attended = kernels.block_attention(
+            queries.unflatten(0, split),
+            keys.unflatten(0, split),
+            qkv[:, heads + kv_heads :].unflatten(0, split),
+            cache,
+            block.context_lengths,
+            block.block_tables,
+            self._scale,
+            layer.sliding_window,
+            block.max_length,
+            causal,
+        )
+        return kernels.linear(attended.view(-1, heads * head_dim), layer.output)

@@ -1,0 +1,157 @@
+"""A block drafter's configuration, and whether it fits a target."""
+
+from dataclasses import dataclass
+
+from sparkgap.catalog.drafter_settings import DrafterSettings, DraftMethod, MarkovHeadType
+from sparkgap.errors import CheckpointError, ConfigError, UnsupportedModelError
+from sparkgap.models.config import ModelConfig
+
+_ARCHITECTURE = "Qwen3ForCausalLM"
+"""Draft layers are Qwen3's: an RMSNorm on each query and key head."""
+
+_SETTLED_ELSEWHERE = frozenset(
+    {"architectures", "model_type", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
+)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A drafter's networks and the target they were trained for.
+
+    Attributes:
+        name: what messages call the drafter.
+        method: `dspark` or `dflash`.
+        backbone: the draft layers; its `vocab_size` is the target's, its `max_position_embeddings` the most
+            positions the drafter can see.
+        layer_windows: sliding window of each draft layer, None for the whole context.
+        layer_causal: for each draft layer, whether a block row sees only itself and the rows before it.
+        target_hidden_size: size of one captured hidden state.
+        target_layer_ids: captured target layers, in the order `fc` reads them; id `k` is the residual stream
+            after layer `k`.
+        block_size: rows of a block in training.
+        mask_token_id: token of the rows after the anchor.
+        sample_from_anchor: the anchor's row predicts the first draft token.
+        draft_vocab_size: tokens that can be drafted.
+        markov_rank: 0 for no Markov head.
+        markov_head_type: kind of the Markov head.
+        confidence_head: whether there is one.
+        confidence_head_with_markov: whether its input has the embedding of the token before.
+        num_target_layers: layers of the target it was trained for, when known.
+    """
+
+    name: str
+    method: DraftMethod
+    backbone: ModelConfig
+    layer_windows: tuple[int | None, ...]
+    layer_causal: tuple[bool, ...]
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool
+    draft_vocab_size: int
+    markov_rank: int
+    markov_head_type: MarkovHeadType
+    confidence_head: bool
+    confidence_head_with_markov: bool
+    num_target_layers: int | None = None
+
+    @classmethod
+    def from_settings(cls, settings: DrafterSettings, name: str) -> "DrafterConfig":
+        """The configuration of a checkpoint's settings.
+
+        Raises:
+            CheckpointError, UnsupportedModelError: as `ModelConfig.from_hf`; a head that the method does not have; a
+                mask token outside the vocabulary; a block with nothing to predict.
+        """
+        transformer = {key: value for key, value in settings.transformer.items() if key not in _SETTLED_ELSEWHERE}
+        backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
+        if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
+            raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
+        if settings.mask_token_id >= backbone.vocab_size:
+            raise CheckpointError(
+                f"drafter {name}: mask_token_id {settings.mask_token_id} is outside its vocabulary of "
+                f"{backbone.vocab_size} tokens"
+            )
+        config = cls(
+            name=name,
+            method=settings.method,
+            backbone=backbone,
+            layer_windows=settings.layer_windows,
+            layer_causal=settings.layer_causal,
+            target_hidden_size=settings.target_hidden_size,
+            target_layer_ids=settings.target_layer_ids,
+            block_size=settings.block_size,
+            mask_token_id=settings.mask_token_id,
+            sample_from_anchor=settings.sample_from_anchor,
+            draft_vocab_size=settings.draft_vocab_size,
+            markov_rank=settings.markov_rank,
+            markov_head_type=settings.markov_head_type,
+            confidence_head=settings.confidence_head,
+            confidence_head_with_markov=settings.confidence_head_with_markov,
+            num_target_layers=settings.num_target_layers,
+        )
+        if config.max_speculative_tokens < 1:
+            raise CheckpointError(f"drafter {name}: a block of {settings.block_size} row predicts no token")
+        return config
+
+    @property
+    def lead_rows(self) -> int:
+        """Rows at a block's start that predict nothing: the anchor's, unless it predicts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """Most tokens one block predicts: what it was trained for."""
+        return self.block_size - self.lead_rows
+
+    def block_rows(self, num_speculative_tokens: int) -> int:
+        """Rows of a block that predicts `num_speculative_tokens` tokens.
+
+        Fewer tokens than trained make a shorter block (as in vLLM's DSpark and DFlash speculators), not a full
+        one whose last rows are thrown away: the rows of a shorter block see fewer mask rows than in training.
+
+        Raises:
+            ConfigError: not from 1 to `max_speculative_tokens`.
+        """
+        if not 1 <= num_speculative_tokens <= self.max_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens must be from 1 to {self.max_speculative_tokens}, which drafter {self.name} was "
+                f"trained for, got {num_speculative_tokens}"
+            )
+        return num_speculative_tokens + self.lead_rows
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """Check that the drafter was made for a target like this one.
+
+        Raises:
+            CheckpointError: sizes differ, or a captured layer is the target's last or not one of its layers.
+            UnsupportedModelError: it captures the embedding's output.
+        """
+        name, layers = self.name, target.num_layers
+        if self.num_target_layers not in (None, layers):
+            raise CheckpointError(
+                f"drafter {name}: it was trained for a target of {self.num_target_layers} layers, and this one has {layers}"
+            )
+        if self.target_hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"drafter {name}: it reads hidden states of size {self.target_hidden_size}, and the target's have "
+                f"{target.hidden_size}"
+            )
+        if self.backbone.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"drafter {name}: it was trained for a vocabulary of {self.backbone.vocab_size} tokens, and the target "
+                f"has {target.vocab_size}"
+            )
+        for layer in self.target_layer_ids:
+            if layer < 0:
+                raise UnsupportedModelError(f"drafter {name}: it reads the target's embedding output, not a layer's")
+            if layer == layers - 1:
+                raise CheckpointError(
+                    f"drafter {name}: it reads the stream after layer {layer}, the target's last, whose hidden state "
+                    "elsewhere is the one after the final norm; a drafter must read an earlier layer"
+                )
+            if layer >= layers:
+                raise CheckpointError(
+                    f"drafter {name}: it reads the stream after layer {layer}, and the target has {layers} layers"
+                )
