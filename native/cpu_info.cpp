@@ -4,8 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
-#include <sstream>
+#include <limits>
 #include <thread>
 
 namespace sparkgap {
@@ -26,28 +27,50 @@ std::map<std::string, bool> cpu_features() {
 
 namespace {
 
-// Cores that the cgroup's quota allows, or a negative number when there is no quota. Version 2 writes
-// "quota period" (or "max period") in cpu.max, version 1 keeps two files.
-double cgroup_quota_cores() {
-  if (std::ifstream v2("/sys/fs/cgroup/cpu.max"); v2) {
-    std::string quota;
-    double period = 0;
-    if (v2 >> quota >> period && quota != "max" && period > 0) return std::stod(quota) / period;
-    return -1;
+constexpr double kNoQuota = std::numeric_limits<double>::infinity();
+
+// Version 2 writes "quota period" in one file, or "max period" where there is none.
+double quota_v2(const std::filesystem::path& directory) {
+  std::ifstream file(directory / "cpu.max");
+  double quota = 0, period = 0;
+  return file >> quota >> period && quota > 0 && period > 0 ? quota / period : kNoQuota;
+}
+
+// Version 1 keeps two files, with quota -1 where there is none.
+double quota_v1(const std::filesystem::path& directory) {
+  std::ifstream quota_file(directory / "cpu.cfs_quota_us"), period_file(directory / "cpu.cfs_period_us");
+  double quota = 0, period = 0;
+  return quota_file >> quota && period_file >> period && quota > 0 && period > 0 ? quota / period : kNoQuota;
+}
+
+// Cores that the quotas of this process's cgroup and of all above it allow. Where the mounted tree starts at
+// the process's own group (a container), the path in `membership` may not exist in it; its root still counts.
+double cgroup_quota_cores(const std::filesystem::path& root, const std::string& membership) {
+  std::filesystem::path group_v2, group_v1;
+  std::ifstream lines(membership);
+  for (std::string line; std::getline(lines, line);) {  // hierarchy:controllers:path
+    const auto first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const auto group = std::filesystem::path(line.substr(second + 1)).relative_path();
+    if (controllers == ",,") group_v2 = group;
+    if (controllers.find(",cpu,") != std::string::npos) group_v1 = group;
   }
-  std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), period_file("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  double quota = -1, period = 0;
-  if (quota_file >> quota && period_file >> period && quota > 0 && period > 0) return quota / period;
-  return -1;
+  double cores = std::min(quota_v2(root), quota_v1(root / "cpu"));
+  for (; !group_v2.empty(); group_v2 = group_v2.parent_path()) cores = std::min(cores, quota_v2(root / group_v2));
+  for (; !group_v1.empty(); group_v1 = group_v1.parent_path())
+    cores = std::min(cores, quota_v1(root / "cpu" / group_v1));
+  return cores;
 }
 
 }  // namespace
 
-int usable_cores() {
+int usable_cores(const std::string& cgroup_root, const std::string& cgroup_membership) {
   int cores = static_cast<int>(std::thread::hardware_concurrency());
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
-  if (const double quota = cgroup_quota_cores(); quota > 0) cores = std::min(cores, static_cast<int>(std::ceil(quota)));
+  if (const double quota = cgroup_quota_cores(cgroup_root, cgroup_membership); quota < cores)
+    cores = static_cast<int>(std::ceil(quota));
   return std::max(cores, 1);
 }
 

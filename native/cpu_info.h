@@ -5,6 +5,6 @@
 namespace sparkgap {
 
 std::map<std::string, bool> cpu_features();
-int usable_cores();
+int usable_cores(const std::string& cgroup_root, const std::string& cgroup_membership);
 
 }  // namespace sparkgap

@@ -27,3 +27,7 @@ class UnsupportedModelError(SparkgapError):
 
 class PromptError(SparkgapError, ValueError):
     """A prompt is empty, too long, not valid text, or cannot be rendered by the chat template."""
+
+
+class EngineError(SparkgapError):
+    """Computing a request failed; the message names the model. Other requests are not affected."""

@@ -1,4 +1,4 @@
-"""Chat templates, rendered as Hugging Face renders them: jinja2's immutable sandbox with the same few additions."""
+"""Chat templates, rendered as Hugging Face renders them: jinja2's immutable sandbox and a few additions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks what the assistant wrote for training: transparent."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training: transparent."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
 

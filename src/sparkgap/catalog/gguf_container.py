@@ -144,7 +144,7 @@ class _HeaderReader:
             size_bytes = math.prod(shape) // block_elements * block_bytes
             if start + offset + size_bytes > self.size:
                 self._damaged(
-                    f"tensor {name} ends at byte {start + offset + size_bytes:,} and the file has {self.size:,} bytes"
+                    f"tensor {name} ends at byte {start + offset + size_bytes:,} of a file of {self.size:,} bytes"
                 )
             tensors[name] = GgufTensor(shape, kind, start + offset, size_bytes)
         return tensors

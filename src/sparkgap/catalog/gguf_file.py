@@ -125,7 +125,7 @@ class GgufSource:
         heads = self._permuted_heads(name)
         if heads is not None and tensor.shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{self.path}: {name} has {tensor.shape[0]} rows, which do not divide into {heads} heads; convert it again"
+                f"{self.path}: {name} has {tensor.shape[0]} rows for {heads} heads; convert it again"
             )
 
 

@@ -103,8 +103,8 @@ def config_from_gguf(container: GgufContainer, rope_factors: list[float] | None)
 
     Args:
         container: the opened file.
-        rope_factors: values of `rope_freqs.weight`, if the file has it; written as `rope_freq_factors`: frequency i
-            of the rotary embedding is divided by factor i.
+        rope_factors: values of `rope_freqs.weight`, if the file has it; written as `rope_freq_factors`:
+            frequency i of the rotary embedding is divided by factor i.
 
     Raises:
         CheckpointError: a key is missing or of a wrong kind.
@@ -147,7 +147,7 @@ def config_from_gguf(container: GgufContainer, rope_factors: list[float] | None)
     if rope_factors is not None:
         if len(rope_factors) != head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in rope_factors):
             raise CheckpointError(
-                f"{container.path}: {ROPE_FACTORS_TENSOR} must hold {head_dim // 2} positive factors; convert it again"
+                f"{container.path}: {ROPE_FACTORS_TENSOR} must hold {head_dim // 2} positive factors; convert again"
             )
         config["rope_freq_factors"] = rope_factors
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
@@ -220,5 +220,5 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, Any] | None:
 
 
 def _rounded(value: float) -> float:
-    """A number that was stored as float32, as the shortest decimal that float32 holds: 1e-05, not 9.99999974e-06."""
+    """A number that was stored as float32, in the digits that float32 holds: 1e-05, not 9.99999974e-06."""
     return float(f"{value:.7g}")

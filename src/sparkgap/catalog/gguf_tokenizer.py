@@ -28,7 +28,7 @@ _END_TOKENS = frozenset(
         "<|end|>",
         "<|end_of_text|>",
         "<end_of_turn>",
-        "<｜end▁of▁sentence｜>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<EOT>",
     }
 )
@@ -264,7 +264,7 @@ def _backend(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **optio
     # The library raises plain Exception for every fault of its input, so nothing narrower can be caught.
     try:
         return Backend(models.BPE(vocab=vocabulary.ids(), merges=list(merges), **options))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise vocabulary.damaged(" ".join(str(error).split())[:200]) from error
 
 

@@ -47,7 +47,7 @@ class SafetensorsSource:
         for name, file_name in read_json(index)["weight_map"].items():
             if name not in contents[self.directory / file_name]:
                 raise CheckpointError(
-                    f"{self.directory / file_name} lacks tensor {name} that {INDEX_NAME} places there; copy both again"
+                    f"{self.directory / file_name} lacks tensor {name} that {INDEX_NAME} places there; copy both"
                 )
 
     def names(self) -> Iterable[str]:

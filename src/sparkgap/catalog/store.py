@@ -110,7 +110,7 @@ class ModelStore:
         return None
 
     def adopt(self, name: str, file_name: str, sha256: str, progress: ProgressReporter) -> Path | None:
-        """Take over a file that somebody placed in a model's directory, if its checksum is right. Needs the lock."""
+        """Take over a file placed in a model's directory by hand, if its checksum is right. Needs the lock."""
         directory = self.directory(name)
         file = directory / file_name
         if not file.is_file():

@@ -59,7 +59,7 @@ class Tokenizer:
             for other in ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json"):
                 if (directory / other).exists():
                     raise UnsupportedModelError(
-                        f"{directory} has {other} and no tokenizer.json; save the tokenizer with transformers to get one"
+                        f"{directory} has {other} and no tokenizer.json; save it with transformers to get one"
                     )
             raise CheckpointError(f"{path} is missing; the model directory is incomplete, copy it again")
         read_json(path)
@@ -131,7 +131,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a chat's prompt; the template writes the special tokens, none are added. As `render_chat`."""
+        """Token ids of a chat's prompt; special tokens come from the template alone. As `render_chat`."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False)
 
@@ -172,7 +172,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     # The library raises plain Exception for every fault of a file, so nothing narrower can be caught.
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise CheckpointError(f"{path} is not a usable tokenizer ({_one_line(error)}); copy it again") from error
 
 

@@ -1,1 +1,5 @@
-"""The command line, one file a command."""
+"""The command line, one file a command. Importing it imports no torch, so that `--help` answers at once."""
+
+from sparkgap.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sparkgap.config import SamplingParams
+from sparkgap.errors import EngineError
 
 
 @dataclass
@@ -64,6 +65,25 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True)
+class RoundOutput:
+    """What one pass or round gave one sequence.
+
+    Attributes:
+        tokens: new tokens in order; empty only with `error`.
+        num_draft_tokens: draft tokens that were verified in this round; 0 without speculation.
+        num_accepted_tokens: how many of them are in `tokens` (which has one more, the correction or bonus token).
+        not_speculated: why a runner that speculates gave this sequence a plain round, None where it did not.
+        error: why this sequence cannot go on; the others of the round are not affected.
+    """
+
+    tokens: list[SampledToken] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    not_speculated: str | None = None
+    error: EngineError | None = None
+
+
 class PrefillChunk(NamedTuple):
     """Tokens of `sequence` at positions `num_computed_tokens ... end - 1` are to be computed.
 
@@ -82,14 +102,18 @@ class Runner(Protocol):
     """
 
     num_lookahead_tokens: int
-    """Most positions from `num_computed_tokens` on that one decode round writes; their blocks must exist."""
+    """Most positions from `num_computed_tokens` on that one decode round writes.
 
-    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
-        """Compute prompt chunks of different sequences in one pass; the next token where a chunk is the last."""
+    Blocks of those positions exist when `decode` is called, except of positions from `max_model_len` on, which a
+    round must not write.
+    """
+
+    def prefill(self, chunks: Seq[PrefillChunk]) -> list[RoundOutput | None]:
+        """Compute chunks of different sequences in one pass: one token where a chunk is its sequence's last."""
         ...
 
-    def decode(self, sequences: Seq[Sequence]) -> list[list[SampledToken]]:
-        """One round for each sequence: at least one new token each, in order."""
+    def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
+        """One round for each sequence, all of whose tokens but the last are computed: one or more tokens each."""
         ...
 
     def release(self, sequence: Sequence) -> None:

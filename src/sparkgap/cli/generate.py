@@ -1,0 +1,99 @@
+"""`sparkgap generate`: answer one prompt."""
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparkgap.cli import loading
+from sparkgap.cli.console import print_json, print_note, use_utf8_output, write_text
+from sparkgap.cli.options import EngineOptions, SamplingOptions
+from sparkgap.cli.prompts import read_prompt
+from sparkgap.cli.report import footer, generation_report
+from sparkgap.cli.streaming import show_stream
+from sparkgap.config import SamplingParams
+from sparkgap.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from sparkgap.api import LLM
+    from sparkgap.engine.outputs import RequestOutput
+
+
+def generate(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="Read the prompt from a file.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
+    ] = False,
+    n: Annotated[int, typer.Option("-n", help="Number of answers.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="Most probable tokens to report a position; needs --json.")
+    ] = None,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object.")] = False,
+) -> None:
+    """Answer one prompt.
+
+    The prompt is one user message of the model's chat template, if it has one; --raw continues the text as it is.
+    Decoding is greedy unless --temperature says otherwise.
+    """
+    use_utf8_output()
+    text = read_prompt(prompt, prompt_file)
+    config = engine.config()
+    params = sampling.params(n=n, logprobs=logprobs)
+    _check_options(system=system, raw=raw, logprobs=logprobs, as_json=as_json)
+    llm = loading.load_llm(config)
+    request = _request(llm, text, system=system, raw=raw)
+    if as_json:
+        print_json(generation_report(_complete(llm, request, params), params))
+    elif no_stream or n > 1:
+        _print_complete(_complete(llm, request, params))
+    else:
+        _print_stream(_stream(llm, request, params))
+
+
+def _check_options(*, system: str | None, raw: bool, logprobs: int | None, as_json: bool) -> None:
+    if raw and system is not None:
+        raise ConfigError("--system needs the chat template that --raw turns off; use one of them")
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs are part of the JSON report; add --json")
+
+
+def _request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | list[dict[str, str]]:
+    """The prompt as text to continue, or as the messages of a chat."""
+    if raw or llm.tokenizer.chat_template is None:
+        if system is not None:
+            raise PromptError(f"model {llm.config.model} has no chat template, so it takes no --system message")
+        return text
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutput":
+    outputs = llm.generate([request], params) if isinstance(request, str) else llm.chat(request, params)
+    return outputs[0]
+
+
+def _stream(llm: "LLM", request: Any, params: SamplingParams) -> Generator["RequestOutput", None, None]:
+    return llm.stream(request, params) if isinstance(request, str) else llm.stream_chat(request, params)
+
+
+def _print_complete(output: "RequestOutput") -> None:
+    several = len(output.outputs) > 1
+    for completion in output.outputs:
+        if several:
+            print_note(f"answer {completion.index + 1}")
+        write_text(completion.text + "\n")
+    print_note(footer(output, sum(len(completion.token_ids) for completion in output.outputs)))
+
+
+def _print_stream(stream: Generator["RequestOutput", None, None]) -> None:
+    answer = show_stream(stream)
+    if answer.last is not None:
+        print_note(footer(answer.last, answer.num_tokens))

@@ -1,0 +1,147 @@
+"""`sparkgap info`: what this machine offers, which models are here, and the facts of one model."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkgap import __version__
+from sparkgap.cli.console import format_bytes, print_json, use_utf8_output
+from sparkgap.config import EngineConfig
+
+
+def info(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Report this model instead of the machine; it is not downloaded."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object.")] = False,
+) -> None:
+    """Show the machine and the models that are here, or the facts of one model."""
+    use_utf8_output()
+    facts = machine_facts() if model is None else model_facts(model)
+    if as_json:
+        print_json(facts)
+    else:
+        _print_table(_readable(facts))
+
+
+def machine_facts() -> dict[str, Any]:
+    """Versions, processor, memory, device and cached models, in JSON's types; sizes in bytes."""
+    import torch
+
+    from sparkgap import _native
+    from sparkgap.catalog.store import cache_root
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": "cpu" if accelerator is None else str(accelerator),
+        "dtype": "bfloat16",
+        "cores": {"usable": _native.usable_cores(), "total": os.cpu_count()},
+        "instruction_sets": [name for name, present in _native.cpu_features().items() if present],
+        "memory": _memory_bytes(),
+        "cache_directory": str(cache_root()),
+        "models": _cached_models(),
+    }
+
+
+def _memory_bytes() -> dict[str, int]:
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    memory = {"total_bytes": os.sysconf("SC_PHYS_PAGES") * page_bytes}
+    for line in _lines(Path("/proc/meminfo")):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            memory["available_bytes"] = int(value.split()[0]) * 1024
+    return memory
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _cached_models() -> list[dict[str, Any]]:
+    from sparkgap.catalog.files import directory_bytes
+    from sparkgap.catalog.store import ModelStore
+
+    store = ModelStore()
+    models = store.root / "models"
+    names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
+    return [
+        {"name": name, "path": str(path), "size_bytes": directory_bytes(path)}
+        for name in names
+        if (path := store.find(name)) is not None
+    ]
+
+
+def model_facts(model: str) -> dict[str, Any]:
+    """A model's architecture, sizes and limits, in JSON's types.
+
+    Raises:
+        SparkgapError: the model is not here, damaged, or of a kind that is not supported.
+    """
+    from math import prod
+
+    from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.models.config import ModelConfig
+
+    EngineConfig(model=model)
+    checkpoint = open_checkpoint(model, allow_download=False)
+    config = ModelConfig.from_hf(checkpoint.config)
+    weights = checkpoint.weights
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    return {
+        "model": checkpoint.name,
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "architecture": config.architecture,
+        "parameters": sum(prod(weights.shape(name)) for name in weights.names()),
+        "size_bytes": checkpoint.size_bytes,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "kv_bytes_per_token": kv_bytes,
+        "chat_template": checkpoint.tokenizer.chat_template is not None,
+    }
+
+
+def _readable(facts: dict[str, Any]) -> dict[str, str]:
+    """Labels and values for people: sizes in units, lists in words."""
+    table: dict[str, str] = {}
+    for key, value in facts.items():
+        label = key.removesuffix("_bytes").replace("_", " ")
+        if key == "models":
+            names = [f"{entry['name']} ({format_bytes(entry['size_bytes'])})" for entry in value]
+            table[label] = ", ".join(names) or "none; sparkgap pull fetches one"
+        elif key == "cores":
+            table[label] = f"{value['usable']} usable of {value['total']}"
+        elif key == "memory":
+            sizes = [f"{format_bytes(size)} {name.removesuffix('_bytes')}" for name, size in value.items()]
+            table[label] = ", ".join(sizes)
+        elif key == "size_bytes":
+            table["size"] = format_bytes(value)
+        elif key == "kv_bytes_per_token":
+            table["KV cache per token"] = f"{format_bytes(value)} (bfloat16)"
+        elif isinstance(value, bool):
+            table[label] = "yes" if value else "no"
+        elif isinstance(value, int):
+            table[label] = f"{value:,}"
+        else:
+            table[label] = (", ".join(value) or "none") if isinstance(value, list) else str(value)
+    return table
+
+
+def _print_table(rows: dict[str, str]) -> None:
+    width = max(map(len, rows)) + 2
+    for label, value in rows.items():
+        typer.echo(f"{label:<{width}}{value}")

@@ -1,0 +1,25 @@
+"""From the options to a model that is ready, with its download and loading shown."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from sparkgap.cli.console import DownloadProgress, status
+from sparkgap.config import EngineConfig
+
+if TYPE_CHECKING:
+    from sparkgap.api import LLM
+
+
+def load_llm(config: EngineConfig) -> "LLM":
+    """The model of a configuration; it is downloaded if it is not here yet.
+
+    Raises:
+        SparkgapError: it is not found, damaged, or of a kind that is not supported.
+    """
+    from sparkgap.catalog.resolve import resolve
+
+    resolve(config.model, allow_download=config.allow_download, progress=DownloadProgress())
+    with status(f"loading {config.model} ..."):
+        from sparkgap.api import LLM
+
+        return LLM(**{field.name: getattr(config, field.name) for field in fields(config)})

@@ -1,0 +1,146 @@
+"""Which sequences a step computes: first come, first served, with chunked prompts and preemption by recompute."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from sparkgap.engine.blocks import BlockManager
+from sparkgap.rounds.sequence import PrefillChunk, Sequence
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one step does.
+
+    Attributes:
+        decodes: sequences that take a decode round.
+        chunks: prompt chunks; none of a sequence in `decodes`.
+        preempted: sequences that gave up their blocks and wait to be recomputed.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Keeps waiting and running sequences and their KV blocks.
+
+    A sequence is admitted when all its tokens and one round fit in the free blocks. Running sequences then grow
+    round by round; when no block is left, the one admitted last gives way.
+
+    Attributes:
+        blocks: the KV blocks.
+        max_num_seqs: most running sequences.
+        max_num_batched_tokens: most prompt tokens in one step.
+        max_model_len: most positions of a sequence.
+        num_lookahead_tokens: positions that one decode round may write.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_lookahead_tokens: int,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no blocks yet or no more."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have blocks."""
+        return len(self._running)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence needs to grow to `num_tokens` tokens: its last token's round included."""
+        return self.blocks.blocks_for(self._reach(num_tokens))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind all others."""
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, waiting or running, and take its blocks back."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self.blocks.free(sequence.block_table)
+
+    def schedule(self) -> Schedule:
+        """Decide the next step, taking the blocks it needs."""
+        schedule = Schedule()
+        self._schedule_decodes(schedule)
+        budget = self._schedule_running_chunks(schedule)
+        # What a preemption freed is for those who run.
+        if not schedule.preempted:
+            self._admit(schedule, budget)
+        return schedule
+
+    def _reach(self, num_tokens: int) -> int:
+        """Positions that must have blocks for a round after which all of `num_tokens` tokens are computed."""
+        return min(num_tokens + self.num_lookahead_tokens - 1, self.max_model_len)
+
+    def _schedule_decodes(self, schedule: Schedule) -> None:
+        for sequence in [s for s in self._running if _is_decoding(s)]:
+            # Making room for an older sequence may have taken this one's blocks.
+            if sequence.block_table and self._make_room(sequence, schedule):
+                schedule.decodes.append(sequence)
+
+    def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
+        while not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens)):
+            newest = self._running[-1]
+            if newest is sequence and len(self._running) == 1:
+                raise RuntimeError(
+                    f"sequence {sequence.sequence_id} of {sequence.num_tokens} tokens does not fit in "
+                    f"{self.blocks.num_blocks} KV blocks, though it was admitted"
+                )
+            self._preempt(newest)
+            schedule.preempted.append(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.blocks.free(sequence.block_table)
+        sequence.num_computed_tokens = 0
+        self._waiting.appendleft(sequence)
+
+    def _schedule_running_chunks(self, schedule: Schedule) -> int:
+        budget = self.max_num_batched_tokens
+        for sequence in self._running:
+            if budget and not _is_decoding(sequence):
+                budget -= _add_chunk(schedule, sequence, budget)
+        return budget
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        while budget and self._waiting and len(self._running) < self.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens + 1)):
+                return
+            self._running.append(self._waiting.popleft())
+            budget -= _add_chunk(schedule, sequence, budget)
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    """Whether all tokens but the last, an output token, are computed."""
+    return bool(sequence.output_token_ids) and sequence.num_computed_tokens == sequence.num_tokens - 1
+
+
+def _add_chunk(schedule: Schedule, sequence: Sequence, budget: int) -> int:
+    end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
+    schedule.chunks.append(PrefillChunk(sequence, end))
+    return end - sequence.num_computed_tokens

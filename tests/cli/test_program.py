@@ -1,0 +1,98 @@
+"""The program as a process: version, help without torch, closed pipes, reports of `info` and `pull`."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sparkgap as package
+from sparkgap.cli.console import format_bytes
+from sparkgap.cli.options import parse_bytes
+from sparkgap.errors import ConfigError
+
+
+def test_version(sparkgap: Callable[..., Any]) -> None:
+    result = sparkgap("--version")
+    assert (result.status, result.out) == (0, f"sparkgap {package.__version__}\n")
+    assert package.__version__ == version("sparkgap")
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["info"]])
+def test_help_and_bad_input_import_no_torch(command: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from sparkgap.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    for option, status in (("--help", 0), ("--bogus", 2)):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *command, option], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == status
+        assert result.stderr.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info"], ["info", "--json"]])
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "sparkgap", *arguments], stdout=write_end, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_info(sparkgap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPARKGAP_CACHE", str(tmp_path))
+    result = sparkgap("info", "--json")
+    assert result.status == 0
+    facts = json.loads(result.out)
+    assert facts["version"] == package.__version__
+    assert facts["torch"] == version("torch")
+    assert 1 <= facts["cores"]["usable"] <= facts["cores"]["total"]
+    assert 0 < facts["memory"]["available_bytes"] < facts["memory"]["total_bytes"]
+    assert facts["cache_directory"] == str(tmp_path)
+    assert facts["models"] == []
+    text = sparkgap("info").out
+    assert str(tmp_path) in text
+    assert "sparkgap pull" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("512M", 2**29),
+        ("512mb", 2**29),
+        ("2G", 2**31),
+        ("1.5 GiB", 3 * 2**29),
+        ("64k", 2**16),
+        ("1T", 2**40),
+    ],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "0.4", "1P", "nan", "1 2", "٣", "9" * 400])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="512M"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (98362432, "93.8 MiB"), (2**50, "1024.0 TiB")],
+)
+def test_format_bytes(size: int, text: str) -> None:
+    assert format_bytes(size) == text
