@@ -64,7 +64,7 @@ def gguf_name(name: str) -> str:
 
 
 def permute(values: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows: pairs (i, i + half) become neighbours, head by head."""
+    """What llama.cpp's converter does to query and key rows: pairs (i, i + half) become neighbours."""
     rows = values.shape[0]
     half = rows // heads // 2
     order = [
@@ -79,7 +79,6 @@ def write_gguf(
     *,
     architecture: str = "llama",
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    tokens: list[str] | None = None,
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
     tokenizer: bool = True,
@@ -95,12 +94,12 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     if tokenizer:
-        tokens = tokens or byte_alphabet()
+        tokens = [*byte_alphabet(), "ab"]
         tokens = tokens + [f"<|pad{i}|>" for i in range(VOCAB - len(tokens))]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(tokens)
-        writer.add_token_types([1] * 256 + [3] * (VOCAB - 256))
+        writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(VOCAB - 1)
     for key, value in (metadata or {}).items():

@@ -170,6 +170,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
     """A whole file's bytes, and the length of its header."""
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     write_gguf(path, random_weights(tied=True), kind=Q.Q8_0)
+    assert load_everything(path)
     return path.read_bytes(), GGUFReader(path).data_offset
 
 
@@ -182,8 +183,7 @@ def load_everything(path: Path) -> bool:
         tokenizer.decode(tokenizer.encode("some text 123"))
         for name in source.names():
             source.get(name)
-    except (CheckpointError, UnsupportedModelError) as error:
-        assert "\n" not in str(error)
+    except (CheckpointError, UnsupportedModelError):
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""A block drafter written straight from its equations: dense attention over the whole context, no cache, no paging.
+"""A block drafter written straight from its equations: dense attention over the whole context, no cache.
 
 Independent of the code under `src`: plain differentiable torch over a dictionary of tensors in the checkpoint's
 names. It recomputes everything from the captured hidden states of all positions at every call.

@@ -177,8 +177,8 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
         raise UnsupportedModelError(f"drafter {name}: projector_type {projector!r} is not supported")
     if "dspark" not in architecture.lower() and "dflash" not in architecture.lower():
         raise UnsupportedModelError(
-            f"drafter {name}: architecture {architecture!r} is not a DSpark or DFlash draft model, and config.json "
-            "has no speculators_model_type"
+            f"drafter {name}: architecture {architecture!r} is not a DSpark or DFlash draft model, and "
+            "config.json has no speculators_model_type"
         )
     dspark = "dspark" in architecture.lower() or projector == "dspark" or bool(merged.get("markov_rank"))
     layer_types = merged.get("layer_types")
@@ -195,6 +195,8 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
         for window in windows
     )
     sample_from_anchor = merged.get("sample_from_anchor")
+    if sample_from_anchor is None:
+        sample_from_anchor = "dspark" in architecture.lower()
     return _settings(
         merged,
         name,
@@ -204,7 +206,7 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
         layer_causal=causal,
         target_layer_ids=tuple(_layer_ids(merged, "target_layer_ids", name)),
         block_size=_integer(merged, "block_size", name, minimum=1),
-        sample_from_anchor=dspark if sample_from_anchor is None else bool(sample_from_anchor),
+        sample_from_anchor=bool(sample_from_anchor),
     )
 
 
@@ -290,7 +292,7 @@ def _windows(
         return (None,) * layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise CheckpointError(
-            f"drafter {name}: it has sliding-window layers, and sliding_window is {window!r}, not a positive number"
+            f"drafter {name}: it has sliding-window layers, and sliding_window {window!r} is no positive number"
         )
     return tuple(window if kind == _SLIDING else None for kind in layer_types)
 

@@ -1,7 +1,8 @@
 """Draft checkpoints on disk: reads DeepSpec and speculators, writes speculators.
 
-Both formats are a directory with `config.json` and safetensors files, and name the tensors alike: `layers.*`, `norm`,
-`fc`, `hidden_norm`, `markov_head.*`, `confidence_head.*`, and optionally `embed_tokens`, `lm_head`, `d2t`, `t2d`.
+Both formats are a directory with `config.json` and safetensors files, and name the tensors alike: `layers.*`,
+`norm`, `fc`, `hidden_norm`, `markov_head.*`, `confidence_head.*`, and optionally `embed_tokens`, `lm_head`, `d2t`,
+`t2d`.
 They differ in `config.json` (see `drafter_settings`). Sources: deepseek-ai/DeepSpec (`Qwen3DSparkModel`), z-lab
 (`DFlashDraftModel`), vllm-project/speculators (`DSparkDraftModel`, `DFlashDraftModel`).
 """
@@ -9,7 +10,7 @@ They differ in `config.json` (see `drafter_settings`). Sources: deepseek-ai/Deep
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_speculators, read_settings
+from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.resolve import resolve
+from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.weights import WeightSource
-from sparkgap.errors import CheckpointError
+from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 _TRAINING_ONLY = frozenset({"verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq"})
+_DSPARK_PLACEHOLDERS = ("mask_embedding", "mask_embedding.weight")
+"""A DSpark block's mask rows are the embedding's row of the mask token, whatever stands here."""
+
+_QWEN3_HEAD_DIM = 128
+_QWEN3_KV_HEADS = 32
+"""What transformers takes where a Qwen3 configuration does not say."""
+
 _ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}
 
 Shape = tuple[int, ...]
@@ -44,6 +56,29 @@ class DrafterCheckpoint:
     weights: WeightSource
 
 
+def open_drafter(
+    model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None
+) -> DrafterCheckpoint:
+    """Resolve and open a draft model. Reads headers, no tensor.
+
+    Args:
+        model: a catalog name, a directory or `hf:owner/name`.
+        allow_download: fetch a model that is not cached.
+        progress: told of downloads.
+
+    Raises:
+        ModelNotFoundError: no such model.
+        DownloadError: it could not be fetched.
+        CheckpointError, UnsupportedModelError: as `read_drafter`.
+    """
+    path = resolve(model, allow_download=allow_download, progress=progress)
+    if not path.is_dir():
+        raise UnsupportedModelError(
+            f"drafter {model}: {path.name} is no directory with config.json and safetensors"
+        )
+    return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
+
+
 def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) -> DrafterCheckpoint:
     """The draft model that a checkpoint's `config.json` and tensors make.
 
@@ -52,7 +87,14 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
         UnsupportedModelError: a method, head type or feature that this engine does not run.
     """
     settings = read_settings(config, name)
-    _check_tensors(settings, {key: weights.shape(key) for key in weights.names()}, name)
+    shapes = {key: weights.shape(key) for key in weights.names()}
+    if settings.method == "dspark":
+        for key in _DSPARK_PLACEHOLDERS:
+            shapes.pop(key, None)
+    if settings.confidence_head and not any(key.startswith("confidence_head.") for key in shapes):
+        # Exports for serving may leave out a head that vLLM does not need; the draft tokens are the same.
+        settings = replace(settings, confidence_head=False, confidence_head_with_markov=False)
+    _check_tensors(settings, shapes, name)
     format_: Literal["deepspec", "speculators"] = (
         "speculators" if "speculators_model_type" in config else "deepspec"
     )
@@ -64,8 +106,8 @@ def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str
     config = settings.transformer
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    q_size, kv_size = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    head_dim = config.get("head_dim") or _QWEN3_HEAD_DIM
+    q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or _QWEN3_KV_HEADS) * head_dim
     required: dict[str, Shape] = {
         "fc.weight": (hidden, len(settings.target_layer_ids) * settings.target_hidden_size),
         "hidden_norm.weight": (hidden,),
@@ -73,7 +115,12 @@ def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str
     }
     for i in range(config["num_hidden_layers"]):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        projections = {"q": (q_size, hidden), "k": (kv_size, hidden), "v": (kv_size, hidden), "o": (hidden, q_size)}
+        projections = {
+            "q": (q_size, hidden),
+            "k": (kv_size, hidden),
+            "v": (kv_size, hidden),
+            "o": (hidden, q_size),
+        }
         for key, shape in projections.items():
             required[f"{attention}.{key}_proj.weight"] = shape
             if config.get("attention_bias"):
@@ -116,12 +163,12 @@ def _check_tensors(settings: DrafterSettings, shapes: Mapping[str, Shape], name:
             raise CheckpointError(f"drafter {name}: the checkpoint has no tensor {key}")
         if shapes[key] != shape:
             raise CheckpointError(
-                f"drafter {name}: {key} has shape {list(shapes[key])}, and its config.json asks for {list(shape)}"
+                f"drafter {name}: {key} has shape {list(shapes[key])}, and config.json asks for {list(shape)}"
             )
     for key, found in shapes.items():
         if key in optional and found != optional[key]:
             raise CheckpointError(
-                f"drafter {name}: {key} has shape {list(found)}, and its config.json asks for {list(optional[key])}"
+                f"drafter {name}: {key} has shape {list(found)}, and config.json asks for {list(optional[key])}"
             )
         if key not in required and key not in optional and key not in _TRAINING_ONLY:
             raise CheckpointError(
@@ -133,12 +180,12 @@ def _check_tensors(settings: DrafterSettings, shapes: Mapping[str, Shape], name:
 def target_ids(checkpoint: DrafterCheckpoint) -> Tensor | None:
     """The target token id of each draft token id, int64 `[draft_vocab_size]`; None when they are the same.
 
-    `d2t[i]` is the offset from draft id `i` to its target id, and `t2d[t]` says whether target id `t` is in the draft
-    vocabulary.
+    `d2t[i]` is the offset from draft id `i` to its target id, and `t2d[t]` says whether target id `t` is in the
+    draft vocabulary.
 
     Raises:
-        CheckpointError: the draft vocabulary is smaller and neither tensor is there, or they contradict each other or
-            the vocabulary sizes.
+        CheckpointError: the draft vocabulary is smaller and neither tensor is there, or they contradict each other
+            or the vocabulary sizes.
     """
     settings, weights, name = checkpoint.settings, checkpoint.weights, checkpoint.name
     vocab, draft_vocab = settings.transformer["vocab_size"], settings.draft_vocab_size
@@ -150,7 +197,7 @@ def target_ids(checkpoint: DrafterCheckpoint) -> Tensor | None:
     if "d2t" not in names and "t2d" not in names:
         if draft_vocab < vocab:
             raise CheckpointError(
-                f"drafter {name}: it drafts {draft_vocab} of {vocab} tokens, and has neither d2t nor t2d to map them"
+                f"drafter {name}: it drafts {draft_vocab} of {vocab} tokens, and has neither d2t nor t2d"
             )
         return None
     members = weights.get("t2d").bool() if "t2d" in names else None
@@ -158,7 +205,7 @@ def target_ids(checkpoint: DrafterCheckpoint) -> Tensor | None:
         ids = torch.arange(draft_vocab) + weights.get("d2t").to(torch.int64)
         if bool((ids < 0).any()) or bool((ids >= vocab).any()):
             raise CheckpointError(f"drafter {name}: d2t leads outside the target's {vocab} tokens")
-        if ids.unique().numel() != draft_vocab:
+        if len(set(ids.tolist())) != draft_vocab:
             raise CheckpointError(f"drafter {name}: d2t maps two draft tokens to one target token")
     else:
         assert members is not None
@@ -172,7 +219,7 @@ def target_ids(checkpoint: DrafterCheckpoint) -> Tensor | None:
 
 
 def vocabulary_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a draft vocabulary whose tokens have the distinct, ascending target ids `ids` `[draft_vocab]`."""
+    """`d2t` and `t2d` of a draft vocabulary whose tokens have the distinct target ids `ids` `[draft_vocab]`."""
     members = torch.zeros(vocab_size, dtype=torch.bool)
     members[ids] = True
     return {"d2t": ids.to(torch.int64) - torch.arange(ids.numel()), "t2d": members}
@@ -200,11 +247,15 @@ def write_speculators(
         CheckpointError: tensors do not fit the settings, or the format cannot express them.
     """
     name = directory.name
+    if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
+        raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
     _check_tensors(settings, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, name)
     if settings.draft_vocab_size < settings.transformer["vocab_size"]:
         for key in ("d2t", "t2d", "lm_head.weight"):
             if key not in tensors:
-                raise CheckpointError(f"drafter {name}: a reduced draft vocabulary is written with {key}, which is missing")
+                raise CheckpointError(
+                    f"drafter {name}: a reduced draft vocabulary is written with {key}, which is missing"
+                )
     config = _speculators_config(settings, name, verifier, verifier_architectures)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"

@@ -147,7 +147,7 @@ def config_from_gguf(container: GgufContainer, rope_factors: list[float] | None)
     if rope_factors is not None:
         if len(rope_factors) != head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in rope_factors):
             raise CheckpointError(
-                f"{container.path}: {ROPE_FACTORS_TENSOR} must hold {head_dim // 2} positive factors; convert again"
+                f"{container.path}: {ROPE_FACTORS_TENSOR} must be {head_dim // 2} positive factors; convert again"
             )
         config["rope_freq_factors"] = rope_factors
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):

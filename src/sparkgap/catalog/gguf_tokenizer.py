@@ -277,7 +277,4 @@ def _add_edges(backend: Backend, metadata: Metadata, vocabulary: _Vocabulary, ad
             single.insert(0 if place == 0 else len(single), f"<{role}>")
             specials.append({"id": f"<{role}>", "ids": [token_id], "tokens": [vocabulary.tokens[token_id]]})
     if specials:
-        pair = [*single, *(f"{piece}:1" for piece in single)]
-        backend.post_processor = processors.TemplateProcessing(
-            single=" ".join(single), pair=" ".join(pair), special_tokens=specials
-        )
+        backend.post_processor = processors.TemplateProcessing(single=" ".join(single), special_tokens=specials)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from sparkgap.catalog.progress import NullProgress, ProgressReporter
-from sparkgap.catalog.registry import HubRepository, NamedModel, WheelMember, find_model
+from sparkgap.catalog.registry import MODELS, HubRepository, NamedModel, WheelMember, find_model
 from sparkgap.catalog.sources import HubMissingError, fetch
 from sparkgap.catalog.store import STAMP_NAME, FetchedModel, ModelStore
 from sparkgap.errors import DownloadError, ModelNotFoundError
@@ -20,7 +20,8 @@ def resolve(
     """The directory or `.gguf` file of a model.
 
     Args:
-        model: a catalog name, a directory, a `.gguf` file, or `hf:owner/name`.
+        model: a catalog name, a directory, a `.gguf` file, or `hf:owner/name`. A name comes before a directory of
+            that name, which can be written `./name`.
         allow_download: fetch a model that is not cached.
         progress: told of downloads; None says nothing.
         verify: recompute a cached model's checksums instead of trusting its recorded sizes.
@@ -32,9 +33,10 @@ def resolve(
     progress = progress or NullProgress()
     if model.startswith(_HUB_PREFIX):
         return _cached(_hub_model(model), allow_download, progress, verify)
-    path = _existing_path(model)
-    if path is not None:
-        return path
+    if model.lower() not in MODELS:
+        path = _existing_path(model)
+        if path is not None:
+            return path
     return _cached(find_model(model), allow_download, progress, verify)
 
 
@@ -47,6 +49,10 @@ def _hub_model(model: str) -> NamedModel:
 
 def _existing_path(model: str) -> Path | None:
     """The path if `model` is one; None if it can only be a name."""
+    if not model.strip():
+        raise ModelNotFoundError(
+            f"{model!r} is not a model; give a name, a directory, a .gguf file or hf:owner/name"
+        )
     try:
         path = Path(model).expanduser()
         exists = path.exists()

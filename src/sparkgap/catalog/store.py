@@ -187,7 +187,7 @@ def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
             isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()
         ):
             return dict(stamp)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DownloadError(

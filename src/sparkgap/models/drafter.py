@@ -108,7 +108,9 @@ class Drafter:
             kernels.linear(captured, weights.context_fc), weights.context_norm, backbone.rms_norm_eps
         )
         heads = backbone.num_kv_heads
-        pairs = kernels.linear(features, weights.context_kv).view(-1, 2 * backbone.num_layers * heads, backbone.head_dim)
+        pairs = kernels.linear(features, weights.context_kv).view(
+            -1, 2 * backbone.num_layers * heads, backbone.head_dim
+        )
         for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
             start = 2 * heads * index
             keys = self._keyed(pairs[:, start : start + heads], layer.key_norm, positions)
@@ -161,7 +163,7 @@ class Drafter:
         return propose(self.kernels, self.weights.heads, anchors, draft, pick)
 
     def to_target_vocabulary(self, draft_logits: Tensor) -> Tensor:
-        """Logits `[..., draft_vocab]` over the target's vocabulary `[..., vocab]`: -inf where nothing is drafted."""
+        """`[..., draft_vocab]` logits as `[..., vocab]`: -inf where nothing is drafted."""
         if self.target_ids is None:
             return draft_logits
         shape = (*draft_logits.shape[:-1], self.config.backbone.vocab_size)
@@ -175,7 +177,9 @@ class Drafter:
         normed = self.kernels.rms_norm(heads, norm, self.config.backbone.rms_norm_eps)
         return self.kernels.rotary(normed, positions, self._rotary)
 
-    def _attention(self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool) -> Tensor:
+    def _attention(
+        self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool
+    ) -> Tensor:
         kernels, backbone = self.kernels, self.config.backbone
         heads, kv_heads, head_dim = backbone.num_heads, backbone.num_kv_heads, backbone.head_dim
         qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
@@ -183,9 +187,9 @@ class Drafter:
         keys = self._keyed(qkv[:, heads : heads + kv_heads], layer.key_norm, block.positions)
         split = (block.sequences, block.rows)
         attended = kernels.block_attention(
-            queries.unflatten(0, split),
-            keys.unflatten(0, split),
-            qkv[:, heads + kv_heads :].unflatten(0, split),
+            queries.view(*split, heads, head_dim),
+            keys.view(*split, kv_heads, head_dim),
+            qkv[:, heads + kv_heads :].view(*split, kv_heads, head_dim),
             cache,
             block.context_lengths,
             block.block_tables,

@@ -61,8 +61,8 @@ class DrafterConfig:
         """The configuration of a checkpoint's settings.
 
         Raises:
-            CheckpointError, UnsupportedModelError: as `ModelConfig.from_hf`; a head that the method does not have; a
-                mask token outside the vocabulary; a block with nothing to predict.
+            CheckpointError, UnsupportedModelError: as `ModelConfig.from_hf`; a head that the method does not have;
+                a mask token outside the vocabulary; a block with nothing to predict.
         """
         transformer = {key: value for key, value in settings.transformer.items() if key not in _SETTLED_ELSEWHERE}
         backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
@@ -116,8 +116,8 @@ class DrafterConfig:
         """
         if not 1 <= num_speculative_tokens <= self.max_speculative_tokens:
             raise ConfigError(
-                f"num_speculative_tokens must be from 1 to {self.max_speculative_tokens}, which drafter {self.name} was "
-                f"trained for, got {num_speculative_tokens}"
+                f"num_speculative_tokens must be from 1 to {self.max_speculative_tokens}, the block that drafter "
+                f"{self.name} was trained for, got {num_speculative_tokens}"
             )
         return num_speculative_tokens + self.lead_rows
 
@@ -131,7 +131,8 @@ class DrafterConfig:
         name, layers = self.name, target.num_layers
         if self.num_target_layers not in (None, layers):
             raise CheckpointError(
-                f"drafter {name}: it was trained for a target of {self.num_target_layers} layers, and this one has {layers}"
+                f"drafter {name}: it was trained for a target of {self.num_target_layers} layers, and the target "
+                f"has {layers}"
             )
         if self.target_hidden_size != target.hidden_size:
             raise CheckpointError(
@@ -140,16 +141,18 @@ class DrafterConfig:
             )
         if self.backbone.vocab_size != target.vocab_size:
             raise CheckpointError(
-                f"drafter {name}: it was trained for a vocabulary of {self.backbone.vocab_size} tokens, and the target "
-                f"has {target.vocab_size}"
+                f"drafter {name}: it was trained for a vocabulary of {self.backbone.vocab_size} tokens, and the "
+                f"target has {target.vocab_size}"
             )
         for layer in self.target_layer_ids:
             if layer < 0:
-                raise UnsupportedModelError(f"drafter {name}: it reads the target's embedding output, not a layer's")
+                raise UnsupportedModelError(
+                    f"drafter {name}: it reads the target's embedding output, not a layer's"
+                )
             if layer == layers - 1:
                 raise CheckpointError(
-                    f"drafter {name}: it reads the stream after layer {layer}, the target's last, whose hidden state "
-                    "elsewhere is the one after the final norm; a drafter must read an earlier layer"
+                    f"drafter {name}: it reads the stream after layer {layer}, the target's last, "
+                    "which other engines give after the final norm; a drafter must read earlier layers"
                 )
             if layer >= layers:
                 raise CheckpointError(

@@ -12,7 +12,7 @@ from sparkgap.ops.draft import DraftHeads
 from sparkgap.ops.kernels import Kernels, LinearWeight
 
 Pick = Callable[[int, Tensor], Tensor]
-"""Takes a step's number and its logits, float32 `[sequences, draft_vocab]`; gives draft ids, int64 `[sequences]`."""
+"""Takes a step's number and its logits float32 `[sequences, draft_vocab]`; gives draft ids int64 `[sequences]`."""
 
 
 class DraftOutput(NamedTuple):
@@ -57,7 +57,7 @@ class Proposal(NamedTuple):
     draft_logits: Tensor | None
 
     def is_finite(self) -> bool:
-        """False if any step has a NaN logit, or none below infinity; reads `scores` from the device, nothing larger."""
+        """False if a step has a NaN or an infinite largest logit; reads only `scores` from the device."""
         return bool(torch.isfinite(self.scores).all())
 
 
@@ -86,9 +86,7 @@ def load_heads(
         confidence_bias = tensor(bias, torch.float32) if bias in names else torch.zeros(1, device=device)
     ids = None if target_ids is None else target_ids.to(device)
     if not config.markov_rank:
-        return DraftHeads(
-            confidence_weight=confidence_weight, confidence_bias=confidence_bias, target_ids=ids
-        )
+        return DraftHeads(confidence_weight=confidence_weight, confidence_bias=confidence_bias, target_ids=ids)
     projections = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
     projection = projections.get(config.markov_head_type)
     return DraftHeads(

@@ -2,11 +2,15 @@
 
 import torch
 
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
 from sparkgap.ops.torch_kernels import TorchKernels
 
 __all__ = [
     "AttentionRows",
+    "DraftChain",
+    "DraftHeads",
+    "DraftStep",
     "KVCache",
     "Kernels",
     "LinearWeight",

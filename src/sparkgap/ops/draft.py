@@ -20,9 +20,10 @@ class DraftHeads:
     """Weights of a drafter's sequential heads: how one draft token changes the logits of the next.
 
     With `e = w1[token before]` and the row's hidden state `h`, the bias on the draft logits is `w2` times `e`
-    (vanilla), `sigmoid(projection [h; e]) * e` (gated), or `tanh(o)` (rnn), where `[g; c; o] = projection [s; e; h]`
-    and the state becomes `sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)`, zero at the block's start. The confidence is
-    `sigmoid(confidence_weight . [h; e] + confidence_bias)`. Source: arXiv 2607.05147.
+    (vanilla), `sigmoid(projection [h; e]) * e` (gated), or `tanh(o)` (rnn), where
+    `[g; c; o] = projection [s; e; h]` and the state becomes `sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)`, zero at
+    the block's start. The confidence is `sigmoid(confidence_weight . [h; e] + confidence_bias)`.
+    Source: arXiv 2607.05147.
 
     Attributes:
         head_type: `none` for no bias.
@@ -133,7 +134,9 @@ def _latent(
         return gate * embedded, None
     if state is None:
         state = torch.zeros_like(embedded)
-    gate, candidate, output = linear(torch.cat((state, embedded, hidden), dim=-1), heads.projection).chunk(3, dim=-1)
+    gate, candidate, output = linear(torch.cat((state, embedded, hidden), dim=-1), heads.projection).chunk(
+        3, dim=-1
+    )
     keep = torch.sigmoid(gate)
     return torch.tanh(output), keep * state + (1.0 - keep) * torch.tanh(candidate)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkgap.ops import draft
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
+
 
 @dataclass(frozen=True)
 class KVCache:
@@ -96,9 +99,9 @@ class Kernels(ABC):
     devices with fixed-order kernels; within the reduction order of the library's matrix product in the torch
     reference).
 
-    Inputs of `rotary`, `rms_norm`, `kv_write` and `paged_attention` may be views of wider rows (queries, keys and
-    values side by side, as one product gives them): a head's features are contiguous, heads follow each other,
-    only the row stride is larger. Everything returned is contiguous.
+    Inputs of `rotary`, `rms_norm`, `kv_write`, `paged_attention` and `block_attention` may be views of wider rows
+    (queries, keys and values side by side, as one product gives them): a head's features are contiguous, heads
+    follow each other, only the row stride is larger. Everything returned is contiguous.
     """
 
     @abstractmethod
@@ -159,6 +162,7 @@ class Kernels(ABC):
         scale: float,
         sliding_window: int | None = None,
         max_length: int = 0,
+        causal: bool = False,
     ) -> Tensor:
         """Attention of draft blocks: each row sees its sequence's live context and its whole block.
 
@@ -172,6 +176,7 @@ class Kernels(ABC):
             sliding_window: when given, a row sees positions above `its own - sliding_window` only.
             max_length: upper bound of `context_lengths` (host number); 0 when unknown: the block tables' whole
                 capacity is looked at.
+            causal: a row sees, of its block, itself and the rows before it only.
 
         Returns:
             `[sequences, block_rows, heads, head_dim]`.
@@ -188,3 +193,42 @@ class Kernels(ABC):
     def to_float32(self, x: Tensor) -> Tensor:
         """`x` in float32."""
         return x.to(torch.float32)
+
+    def draft_inputs(
+        self, anchors: Tensor, context_lengths: Tensor, block_rows: int, mask_token_id: int
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and positions, int64 `[sequences * block_rows]` each, of draft blocks.
+
+        A block is its anchor (int64 `[sequences]`), then mask tokens, at positions from its context length
+        (int64 `[sequences]`) on.
+        """
+        return draft.draft_inputs(anchors, context_lengths, block_rows, mask_token_id)
+
+    def draft_step(
+        self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
+    ) -> DraftStep:
+        """One step of the heads' chain, for a caller that picks the token itself.
+
+        Args:
+            base_logits: float32 `[sequences, draft_vocab]`; may be a view of every block's row.
+            hidden: `[sequences, hidden]`; may be a view of every block's row.
+            previous: int64 `[sequences]`, target id of the token before.
+            state: what the step before gave; None at a block's start.
+            heads: the heads' weights.
+        """
+        return draft.draft_step(self.linear, base_logits, hidden, previous, state, heads)
+
+    def draft_chain(
+        self, base_logits: Tensor, hidden: Tensor, anchors: Tensor, heads: DraftHeads, lead_rows: int = 0
+    ) -> DraftChain:
+        """The heads' whole chain over draft blocks, where each step takes the token with the largest logit.
+
+        Args:
+            base_logits: float32 `[sequences, block_rows, draft_vocab]`.
+            hidden: `[sequences, block_rows, hidden]`.
+            anchors: int64 `[sequences]`, the token before the first step.
+            heads: the heads' weights.
+            lead_rows: rows at the block's start that predict nothing: they advance the rnn's state, with the
+                anchor as the token before, and give no step.
+        """
+        return draft.draft_chain(self.linear, base_logits, hidden, anchors, heads, lead_rows)

@@ -12,8 +12,11 @@ from torch.nn import functional
 
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
 
-_FUSED_ATTENTION_ROWS = 17
-"""Rows of one sequence from which torch's fused attention is faster than two matrix products."""
+_FUSED_ATTENTION_ROWS = 32
+"""Rows of one sequence from which torch's fused attention is faster than two matrix products on a CPU."""
+
+_CHUNK_ELEMENTS = 2**18
+"""Keys and values of one product over several sequences on a CPU: 1 MiB in float32 stays in a core's cache."""
 
 
 class TorchKernels(Kernels):
@@ -58,14 +61,14 @@ class TorchKernels(Kernels):
         sin = table.sin.index_select(0, positions).unsqueeze(1)
         half = cos.shape[-1]
         rotary_dim = 2 * half
-        first, second = x[..., :half], x[..., half:rotary_dim]
-        rotated = [
-            torch.addcmul(first * cos, second, sin, value=-1.0),
-            torch.addcmul(second * cos, first, sin),
-        ]
+        pairs = x[..., :rotary_dim].to(cos.dtype)
+        first, second = pairs[..., :half], pairs[..., half:]
+        rotated = torch.empty(pairs.shape, dtype=cos.dtype, device=x.device)
+        torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1.0)
+        torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
         if rotary_dim < x.shape[-1]:
-            rotated.append(x[..., rotary_dim:].to(cos.dtype))
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+            return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+        return rotated.to(x.dtype)
 
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
         """See `Kernels.kv_write`; asks the device whether a slot is masked, which waits for an accelerator."""
@@ -116,6 +119,7 @@ class TorchKernels(Kernels):
         scale: float,
         sliding_window: int | None = None,
         max_length: int = 0,
+        causal: bool = False,
     ) -> Tensor:
         """See `Kernels.block_attention`."""
         num_sequences, block_rows = queries.shape[:2]
@@ -132,6 +136,8 @@ class TorchKernels(Kernels):
             oldest = context_lengths.unsqueeze(1) + row - sliding_window
             visible = visible & (place > oldest.unsqueeze(2))
             inside = row > row.unsqueeze(1) - sliding_window
+        if causal:
+            inside = inside & (row <= row.unsqueeze(1))
         visible = torch.cat((visible, inside.expand(num_sequences, block_rows, block_rows)), dim=2)
         all_keys = torch.cat((context_keys, keys), dim=1)
         all_values = torch.cat((context_values, values), dim=1)
@@ -175,6 +181,21 @@ def _gather(cache: KVCache, block_tables: Tensor, start: int, end: int) -> tuple
     return keys, values
 
 
+def _gather_live(cache: KVCache, block_tables: Tensor, last: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values at positions `0 ... length - 1`, each `[sequences, length, kv_heads, head_dim]`.
+
+    Positions above a sequence's `last` (int64 `[sequences]`) repeat that position: what lies in the cache beyond a
+    sequence's end may be another's, or not a number, and zero times that is not zero.
+    """
+    place = torch.arange(length, device=last.device)
+    place = torch.minimum(place, last.unsqueeze(1))
+    slots = block_tables.gather(1, place // cache.block_size) * cache.block_size + place % cache.block_size
+    shape = (*slots.shape, *cache.keys.shape[2:])
+    slots = slots.view(-1)
+    keys = _flat(cache.keys).index_select(0, slots).view(shape)
+    return keys, _flat(cache.values).index_select(0, slots).view(shape)
+
+
 def _uniform_attention(
     queries: Tensor, cache: KVCache, rows: AttentionRows, scale: float, sliding_window: int | None
 ) -> Tensor:
@@ -182,25 +203,65 @@ def _uniform_attention(
     num_sequences = rows.block_tables.shape[0]
     num_rows, heads, head_dim = queries.shape
     width = num_rows // num_sequences
-    if num_sequences == 1 and queries.device.type == "cpu":
-        positions = rows.positions.tolist()
-        end = max(positions) + 1
-        start = 0 if sliding_window is None else max(min(positions) + 1 - sliding_window, 0)
-    else:
-        start, end = 0, min(rows.max_length, rows.block_tables.shape[1] * cache.block_size)
-    keys, values = _gather(cache, rows.block_tables, start, end)
     split = queries.view(num_sequences, width, heads, head_dim)
-    if num_rows == 1 and queries.device.type == "cpu":
-        return _attend(split, keys, values, None, scale).view(num_rows, heads, head_dim)
-    place = torch.arange(start, end, device=queries.device)
-    positions_of_rows = rows.positions.view(num_sequences, width, 1)
-    visible = place <= positions_of_rows
-    # A place that no row sees may hold anything, and zero times a NaN is a NaN.
-    unseen = place > positions_of_rows.amax(1)
-    values.masked_fill_(unseen[:, :, None, None], 0.0)
+    positions = rows.positions.view(num_sequences, width)
+    if queries.device.type != "cpu":
+        length = min(rows.max_length, rows.block_tables.shape[1] * cache.block_size)
+        output = _causal(split, cache, positions, rows.block_tables, length, scale, sliding_window)
+    elif num_sequences == 1:
+        output = _causal_alone(split, cache, positions, rows.block_tables, scale, sliding_window)
+    else:
+        length = int(positions.max()) + 1
+        chunk = max(1, _CHUNK_ELEMENTS // (length * cache.keys.shape[2] * head_dim))
+        output = torch.empty(split.shape, dtype=queries.dtype)
+        for start in range(0, num_sequences, chunk):
+            part = slice(start, start + chunk)
+            output[part] = _causal(
+                split[part], cache, positions[part], rows.block_tables[part], length, scale, sliding_window
+            )
+    return output.view(num_rows, heads, head_dim)
+
+
+def _causal(
+    queries: Tensor,
+    cache: KVCache,
+    positions: Tensor,
+    block_tables: Tensor,
+    length: int,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention of `[sequences, width, heads, head_dim]` queries, with nothing known on the host."""
+    keys, values = _gather_live(cache, block_tables, positions.amax(1), length)
+    place = torch.arange(length, device=queries.device)
+    positions = positions.unsqueeze(2)
+    visible = place <= positions
     if sliding_window is not None:
-        visible &= place > positions_of_rows - sliding_window
-    return _attend(split, keys, values, visible, scale).view(num_rows, heads, head_dim)
+        visible &= place > positions - sliding_window
+    return _attend(queries, keys, values, visible, scale)
+
+
+def _causal_alone(
+    queries: Tensor,
+    cache: KVCache,
+    positions: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention of one sequence whose positions the host can read."""
+    numbers = positions[0].tolist()
+    end = max(numbers) + 1
+    start = 0 if sliding_window is None else max(min(numbers) + 1 - sliding_window, 0)
+    keys, values = _gather(cache, block_tables, start, end)
+    if len(numbers) == 1:
+        return _attend(queries, keys, values, None, scale)
+    place = torch.arange(start, end)
+    rows = positions.unsqueeze(2)
+    visible = place <= rows
+    if sliding_window is not None:
+        visible &= place > rows - sliding_window
+    return _attend(queries, keys, values, visible, scale)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float) -> Tensor:
@@ -228,15 +289,23 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | Non
             enable_gqa=group > 1,
         )
         return output.transpose(1, 2).contiguous()
-    grouped = queries.reshape(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
-    grouped = grouped.to(torch.float32).reshape(num_sequences, kv_heads, width * group, head_dim)
-    scores = grouped @ keys.permute(0, 2, 3, 1).to(torch.float32)
-    scores *= scale
+    per_head = (num_sequences * kv_heads, width * group, head_dim)
+    grouped = queries.view(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
+    grouped = grouped.to(torch.float32, memory_format=torch.contiguous_format).view(per_head)
+    scores = torch.bmm(grouped, _by_head(keys).transpose(1, 2)).mul_(scale)
     if visible is not None:
         hidden = visible.logical_not()[:, None, :, None, :]
         scores.view(num_sequences, kv_heads, width, group, length).masked_fill_(hidden, -torch.inf)
-    output = scores.softmax(-1) @ values.transpose(1, 2).to(torch.float32)
+    output = torch.bmm(scores.softmax(-1), _by_head(values))
     output = output.view(num_sequences, kv_heads, width, group, head_dim).transpose(1, 2)
-    result = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    result.view(num_sequences, width, kv_heads, group, head_dim).copy_(output)
-    return result
+    return output.to(queries.dtype, memory_format=torch.contiguous_format).view(queries.shape)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """`[sequences, length, kv_heads, head_dim]` as float32 `[sequences * kv_heads, length, head_dim]`.
+
+    One sequence's heads are a view that products read in place; several have to be brought together.
+    """
+    if x.shape[0] == 1:
+        return x[0].to(torch.float32).transpose(0, 1)
+    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
