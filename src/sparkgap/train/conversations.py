@@ -69,7 +69,8 @@ def check_disk(directory: Path, target: Decoder, config: ConversationConfig, lay
 
 def collect(
     directory: Path,
-    targets: list[Decoder],
+    target: Decoder,
+    workers: int,
     template: TurnTemplate,
     tokenizer: Tokenizer,
     config: ConversationConfig,
@@ -83,7 +84,8 @@ def collect(
 
     Args:
         directory: of the shards.
-        targets: one view of the target for each worker thread.
+        target: writes both turns.
+        workers: shards sampled at a time, each in its own thread.
         template: layout of a conversation.
         tokenizer: of prompts in a file.
         config: how to sample.
@@ -94,11 +96,12 @@ def collect(
     Returns:
         Paths of the shards used, in order.
     """
-    layer_ids = features.layer_ids(targets[0].config.num_layers)
+    layer_ids = features.layer_ids(target.config.num_layers)
     directory.mkdir(parents=True, exist_ok=True)
-    check_disk(directory, targets[0], config, layer_ids, features.top_k)
+    check_disk(directory, target, config, layer_ids, features.top_k)
     turns = _file_turns(tokenizer, config)
-    size, workers = config.shard_conversations, len(targets)
+    size = config.shard_conversations
+    threads = max(torch.get_num_threads() // workers, 1)
     last = -(-len(turns) // size) if config.only_prompts else None
     stop = threading.Event()
     paths: list[Path] = []
@@ -107,7 +110,7 @@ def collect(
         path = shard_path(directory, number)
         if path.exists():
             return
-        torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
+        torch.set_num_threads(threads)
         given = turns[number * size : (number + 1) * size]
         with torch.inference_mode():
             conversations = sampler.shard(f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set)
@@ -115,7 +118,9 @@ def collect(
             write_shard(path, conversations)
 
     with progress.task("conversations", config.answer_tokens, "answer tokens") as bar:
-        samplers = [ConversationSampler(t, template, config, layer_ids, features.top_k) for t in targets]
+        samplers = [
+            ConversationSampler(target, template, config, layer_ids, features.top_k) for _ in range(workers)
+        ]
         pool = ThreadPoolExecutor(workers, "sampler")
         try:
             futures: deque[Future[None]] = deque()
@@ -133,7 +138,6 @@ def collect(
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    progress.log(f"{len(paths)} shards with {tokens} answer tokens of different conversations")
     return paths
 
 
