@@ -14,6 +14,7 @@ from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
+from sparkgap.cli.train import train
 from sparkgap.errors import SparkgapError
 
 EXIT_BAD_INPUT = 2
@@ -46,7 +47,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 

@@ -99,7 +99,7 @@ def collect(
     layer_ids = features.layer_ids(target.config.num_layers)
     directory.mkdir(parents=True, exist_ok=True)
     check_disk(directory, target, config, layer_ids, features.top_k)
-    turns = _file_turns(tokenizer, config)
+    turns = file_turns(tokenizer, config)
     size = config.shard_conversations
     threads = max(torch.get_num_threads() // workers, 1)
     last = -(-len(turns) // size) if config.only_prompts else None
@@ -146,7 +146,8 @@ def shard_path(directory: Path, number: int) -> Path:
     return directory / f"shard-{number:04d}.safetensors"
 
 
-def _file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[int]]:
+def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[int]]:
+    """Token ids of the different user turns in the prompts file that leave half of the positions for an answer."""
     if config.prompts is None:
         return []
     longest = config.max_positions // 2

@@ -57,6 +57,7 @@ class _HeadLoss(torch.autograd.Function):
         head: Tensor,
         targets: RowTargets,
         weights: LossWeights,
+        normalizer: float,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, width = features.shape
@@ -66,7 +67,6 @@ class _HeadLoss(torch.autograd.Function):
         w2_gradient = torch.zeros(w2.shape, dtype=torch.float32, device=w2.device)
         cross_entropy, overlap = (torch.empty(rows, device=features.device) for _ in range(2))
         correct = torch.empty(rows, dtype=torch.bool, device=features.device)
-        normalizer = targets.weights.sum().clamp_min(1e-9)
         for start in range(0, rows, chunk_rows):
             part = slice(start, min(start + chunk_rows, rows))
             logits = (inputs[part] @ joined.T).float()
@@ -102,7 +102,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         features, markov, w2 = ctx.saved_tensors
         scale = gradients[0]
-        return features * scale, markov * scale, w2 * scale, None, None, None, None
+        return features * scale, markov * scale, w2 * scale, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class HeadLoss:
     """Result of `head_loss`.
 
     Attributes:
-        loss: weighted mean over rows, differentiable.
+        loss: weighted sum over rows divided by the normalizer, differentiable.
         overlap: `[rows]`, `1 - ½‖p_draft - p_target‖₁`: the chance that a sampled draft token is accepted.
         correct: bool `[rows]`, the most probable draft token is the one that follows.
         cross_entropy: `[rows]`, 0 where the label is outside the draft vocabulary.
@@ -129,6 +129,7 @@ def head_loss(
     head: Tensor,
     targets: RowTargets,
     weights: LossWeights,
+    normalizer: float,
     chunk_rows: int = 256,
 ) -> HeadLoss:
     """Loss of draft rows without keeping their logits.
@@ -140,13 +141,14 @@ def head_loss(
         head: `[draft_vocab, hidden]`, the frozen LM head; it gets no gradient.
         targets: what the target says.
         weights: of the loss's terms.
+        normalizer: divides the weighted sum over rows: the sum of all row weights of a step.
         chunk_rows: rows whose logits exist at a time.
     """
-    loss, overlap, correct, cross_entropy = _HeadLoss.apply(features, markov, w2, head, targets, weights, chunk_rows)
+    loss, overlap, correct, cross_entropy = _HeadLoss.apply(features, markov, w2, head, targets, weights, normalizer, chunk_rows)
     return HeadLoss(loss, overlap, correct, cross_entropy)
 
 
-def confidence_loss(logits: Tensor, overlap: Tensor, row_weights: Tensor) -> Tensor:
+def confidence_loss(logits: Tensor, overlap: Tensor, row_weights: Tensor, normalizer: float) -> Tensor:
     """Weighted binary cross-entropy of confidence `logits` `[rows]` against `overlap` `[rows]` (a constant)."""
     each = torch.nn.functional.binary_cross_entropy_with_logits(logits, overlap.clamp(0, 1), reduction="none")
-    return (each * row_weights).sum() / row_weights.sum().clamp_min(1e-9)
+    return (each * row_weights).sum() / normalizer

@@ -20,7 +20,8 @@ class NetworkShape:
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: of the backbone.
         num_taps: captured target layers (m); `target_hidden_size` is the width of one.
         markov_rank: 0 is DFlash.
-        block_size: rows of a block (N).
+        markov_tokens: rows of the trained part of W1 (see `DraftNetwork`).
+        lead_rows: rows at a block's start that predict nothing: 0 for DSpark, 1 (the anchor's) for DFlash.
         rms_norm_eps, rope_theta: as in the checkpoint's configuration.
     """
 
@@ -35,7 +36,8 @@ class NetworkShape:
     vocab_size: int
     draft_vocab_size: int
     markov_rank: int
-    block_size: int
+    markov_tokens: int
+    lead_rows: int
     rms_norm_eps: float
     rope_theta: float
 
@@ -49,14 +51,14 @@ class AnchorBatch:
         lengths: positions of each sequence in `taps`.
         anchors: for each sequence int64 `[anchors]`, positions in it; a block sees positions below its anchor.
         anchor_tokens: int64 `[all anchors]`, target ids.
-        previous_tokens: int64 `[all anchors, block]`, target id of the token before each drafted one.
+        rows: rows of each block, lead rows included.
     """
 
     taps: Tensor
     lengths: Sequence[int]
     anchors: Sequence[Tensor]
     anchor_tokens: Tensor
-    previous_tokens: Tensor
+    rows: int
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, rotation: "Rotation", batch: AnchorBatch) -> Tensor:
         """`x` `[blocks * N, hidden]` and `context` `[positions, hidden]` -> `[blocks * N, hidden]`."""
         shape = self.shape
-        kv_heads, head_dim, size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        kv_heads, head_dim, size = shape.num_kv_heads, shape.head_dim, batch.rows
         groups = shape.num_heads // kv_heads
         queries = self.q_proj(x).unflatten(-1, (-1, head_dim))
         queries = rotate(self.q_norm(queries, x.dtype), *rotation.block) * head_dim**-0.5
@@ -191,14 +193,23 @@ class DraftNetwork(nn.Module):
         embedding: `[vocab, hidden]`, the target's.
         head: `[draft_vocab, hidden]`, the target's LM head rows of the draft vocabulary.
         mask_token_id: token whose embedding stands in rows 1 ... N - 1.
+        markov_rows: int64 `[vocab]`, the row of W1 that each target token trains; tokens that training never sees
+            share row 0, which stays zero, so that they bring no bias.
         dtype: compute type; parameters are float32.
     """
 
     embedding: Tensor
     head: Tensor
+    markov_rows: Tensor
 
     def __init__(
-        self, shape: NetworkShape, embedding: Tensor, head: Tensor, mask_token_id: int, dtype: torch.dtype
+        self,
+        shape: NetworkShape,
+        embedding: Tensor,
+        head: Tensor,
+        mask_token_id: int,
+        markov_rows: Tensor,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.shape, self.mask_token_id, self.dtype = shape, mask_token_id, dtype
@@ -208,11 +219,14 @@ class DraftNetwork(nn.Module):
         self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if shape.markov_rank:
-            self.markov_w1 = nn.Parameter(torch.randn(shape.vocab_size, shape.markov_rank) * 0.02)
+            self.markov_w1 = nn.Parameter(torch.randn(shape.markov_tokens, shape.markov_rank) * 0.1)
+            with torch.no_grad():
+                self.markov_w1[0] = 0
             self.markov_w2 = nn.Parameter(torch.zeros(shape.draft_vocab_size, shape.markov_rank))
-        self.confidence = Linear(shape.hidden_size + shape.markov_rank, 1, std=0.0)
+            self.confidence = Linear(shape.hidden_size + shape.markov_rank, 1, std=0.0)
         self.register_buffer("embedding", embedding.to(dtype), persistent=False)
         self.register_buffer("head", head.to(dtype), persistent=False)
+        self.register_buffer("markov_rows", markov_rows, persistent=False)
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self.frequencies = 1.0 / shape.rope_theta**half
 
@@ -221,7 +235,7 @@ class DraftNetwork(nn.Module):
         return angles.cos(), angles.sin()
 
     def _rotation(self, batch: AnchorBatch) -> Rotation:
-        device, size = batch.taps.device, self.shape.block_size
+        device, size = batch.taps.device, batch.rows
         biases = []
         for length, anchors in zip(batch.lengths, batch.anchors, strict=True):
             hidden = torch.arange(length, device=device) >= anchors[:, None]
@@ -232,23 +246,30 @@ class DraftNetwork(nn.Module):
         return Rotation(self._angles(context), self._angles(block.flatten()), biases)
 
     def forward(self, batch: AnchorBatch) -> Tensor:
-        """Normed hidden states of all blocks: `[blocks * N, hidden]` in the compute type."""
+        """Normed hidden states of the rows that predict: `[blocks * (rows - lead_rows), hidden]`, compute type."""
         rotation = self._rotation(batch)
         context = self.hidden_norm(self.fc(batch.taps.to(self.dtype)), self.dtype)
-        tokens = torch.full(
-            (batch.anchor_tokens.shape[0], self.shape.block_size), self.mask_token_id, device=batch.taps.device
-        )
+        tokens = torch.full((batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device)
         tokens[:, 0] = batch.anchor_tokens
         x = self.embedding[tokens.flatten()].float()
         for layer in self.layers:
             x = layer(x, context, rotation, batch)
+        if self.shape.lead_rows:
+            x = x.view(-1, batch.rows, x.shape[-1])[:, self.shape.lead_rows :].flatten(0, 1)
         return self.norm(x, self.dtype)
 
     def markov_states(self, previous_tokens: Tensor) -> Tensor:
         """`W1[previous]`: `[rows, rank]` in the compute type; `[rows, 0]` for DFlash."""
         if not self.shape.markov_rank:
             return torch.zeros(previous_tokens.shape[0], 0, dtype=self.dtype, device=previous_tokens.device)
-        return functional.embedding(previous_tokens, self.markov_w1).to(self.dtype)
+        rows = self.markov_rows[previous_tokens]
+        return functional.embedding(rows, self.markov_w1, padding_idx=0).to(self.dtype)
+
+    def markov_output(self) -> Tensor:
+        """W2 in the compute type: `[draft_vocab, rank]`; `[draft_vocab, 0]` for DFlash."""
+        if not self.shape.markov_rank:
+            return self.head[:, :0]
+        return self.markov_w2.to(self.dtype)
 
     def confidence_logits(self, hidden: Tensor, markov: Tensor) -> Tensor:
         """Logit of the probability that each drafted token survives: float32 `[rows]`."""
