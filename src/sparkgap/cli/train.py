@@ -51,9 +51,7 @@ def train(
         int, _option(_DRAFTER, help="Tokens that can be drafted: the most frequent ones.")
     ] = NetworkConfig.draft_vocab_size,
     markov_rank: Annotated[int, _option(_DRAFTER, help="Rank of the Markov head.")] = NetworkConfig.markov_rank,
-    kv_heads: Annotated[
-        int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")
-    ] = None,
+    kv_heads: Annotated[int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")] = None,
     target_layers: Annotated[
         str | None, _option(_DRAFTER, help="Captured target layers, such as 4,12,20,28; default: by its depth.")
     ] = None,
@@ -69,7 +67,9 @@ def train(
     answer_temperatures: Annotated[
         str, _option(_CONVERSATIONS, help="Temperatures of answers, drawn evenly.")
     ] = "0,0,0,0.7",
-    lanes: Annotated[int, _option(_CONVERSATIONS, help="Conversations decoded together.")] = ConversationConfig.lanes,
+    lanes: Annotated[
+        int, _option(_CONVERSATIONS, help="Conversations decoded together.")
+    ] = ConversationConfig.lanes,
     max_positions: Annotated[
         int, _option(_CONVERSATIONS, help="Longest conversation in tokens.")
     ] = ConversationConfig.max_positions,

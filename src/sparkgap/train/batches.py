@@ -73,7 +73,9 @@ def anchor_range(example: Example) -> range:
     return range(example.answer_start, example.computed)
 
 
-def select(examples: Sequence[Example], seed: str, anchors_per_step: int, anchors_per_example: int) -> list[list[Selection]]:
+def select(
+    examples: Sequence[Example], seed: str, anchors_per_step: int, anchors_per_example: int
+) -> list[list[Selection]]:
     """One epoch: every conversation once, in random order, a random part of its positions as anchors.
 
     Args:

@@ -62,7 +62,8 @@ class ConversationConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "answer_tokens", "lanes", "shard_conversations", "max_positions", "max_user_tokens", "min_answer_tokens"
+            "answer_tokens", "lanes", "shard_conversations", "max_positions", "max_user_tokens",
+            "min_answer_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
@@ -84,7 +85,7 @@ class FeatureConfig:
     """What is kept of each position of the target's pass.
 
     Attributes:
-        target_layer_ids: captured layers; id `k` is the stream after layer `k`. None chooses by the target's depth.
+        target_layer_ids: captured layers; id `k` is the stream after layer `k`. None chooses by depth.
         top_k: most probable tokens whose probabilities are kept.
     """
 
@@ -92,10 +93,14 @@ class FeatureConfig:
     top_k: int = 32
 
     def __post_init__(self) -> None:
-        _check(_is_integer(self.top_k) and self.top_k >= 1, f"top_k must be an integer of at least 1, got {self.top_k!r}")
+        _check(
+            _is_integer(self.top_k) and self.top_k >= 1,
+            f"top_k must be an integer of at least 1, got {self.top_k!r}",
+        )
         ids = self.target_layer_ids
         _check(
-            ids is None or (bool(ids) and len(set(ids)) == len(ids) and all(_is_integer(i) and i >= 0 for i in ids)),
+            ids is None
+            or (bool(ids) and len(set(ids)) == len(ids) and all(_is_integer(i) and i >= 0 for i in ids)),
             f"target_layer_ids must be different layer ids of at least 0, got {ids!r}",
         )
 
@@ -252,7 +257,7 @@ class TrainConfig:
         workers: conversations files and parts of a step that run side by side, each with its share of the threads;
             None takes one for each thread on a CPU, and one on an accelerator.
         seed: of everything random.
-        evaluation_prompts: a file of user turns whose greedy answers are measured at the end, and never trained on.
+        evaluation_prompts: a file of user turns to measure on at the end; never trained on.
         conversation, features, network, loss, optimization: the stages' settings.
     """
 
@@ -278,6 +283,4 @@ class TrainConfig:
                 value is None or (_is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
-        _check(
-            not self.out.exists() or self.out.is_dir(), f"out must be a directory, and {self.out} is a file"
-        )
+        _check(not self.out.exists() or self.out.is_dir(), f"out must be a directory, and {self.out} is a file")

@@ -49,7 +49,9 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def check_disk(directory: Path, target: Decoder, config: ConversationConfig, layer_ids: tuple[int, ...], top_k: int) -> None:
+def check_disk(
+    directory: Path, target: Decoder, config: ConversationConfig, layer_ids: tuple[int, ...], top_k: int
+) -> None:
     """Refuse to start what the disk cannot hold.
 
     Raises:
@@ -62,8 +64,8 @@ def check_disk(directory: Path, target: Decoder, config: ConversationConfig, lay
     free = shutil.disk_usage(directory).free
     if needed - held > free:
         raise ConfigError(
-            f"{directory} has {free / 2**30:.1f} GiB free, and features of {config.answer_tokens} answer tokens take "
-            f"about {needed / 2**30:.1f} GiB; free some space or lower --answer-tokens"
+            f"{directory} has {free / 2**30:.1f} GiB free, and features of {config.answer_tokens} answer tokens "
+            f"take about {needed / 2**30:.1f} GiB; free some space or lower --answer-tokens"
         )
 
 
@@ -113,7 +115,9 @@ def collect(
         torch.set_num_threads(threads)
         given = turns[number * size : (number + 1) * size]
         with torch.inference_mode():
-            conversations = sampler.shard(f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set)
+            conversations = sampler.shard(
+                f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set
+            )
         if conversations is not None:
             write_shard(path, conversations)
 
@@ -151,5 +155,7 @@ def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[in
     if config.prompts is None:
         return []
     longest = config.max_positions // 2
-    turns = (tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts)))
+    turns = (
+        tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts))
+    )
     return [turn for turn in turns if 0 < len(turn) <= longest]

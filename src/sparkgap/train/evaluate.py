@@ -107,8 +107,8 @@ def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]
 
     Args:
         drafter: the served draft model.
-        chosen: token ids int64 `[length]`, first answer position and captured hidden states `[>= length - 1, m * hidden]`
-            of each conversation.
+        chosen: of each conversation, token ids int64 `[length]`, first answer position and captured hidden states
+            `[>= length - 1, m * hidden]`.
         tokens: draft tokens a round.
     """
     backbone, device = drafter.config.backbone, drafter.device

@@ -51,7 +51,9 @@ def greedy_answers(
 ) -> list[tuple[Tensor, int, Tensor]]:
     """The target's greedy answers to `evaluation_prompts`: token ids, answer start and captured states of each."""
     assert config.evaluation_prompts is not None
-    sampling = replace(config.conversation, prompts=config.evaluation_prompts, only_prompts=True, answer_temperatures=(0.0,))
+    sampling = replace(
+        config.conversation, prompts=config.evaluation_prompts, only_prompts=True, answer_temperatures=(0.0,)
+    )
     turns = file_turns(tokenizer, sampling)
     sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
     layer_ids = config.features.layer_ids(target.config.num_layers)

@@ -30,8 +30,8 @@ _GROUP_LANES = 16
 class LaneKernels(TorchKernels):
     """Torch kernels for many sequences of one row each, on the caches of `lane_caches`.
 
-    A lane's KV is one block, so that its keys and values are read where they lie, and attention is two batched matrix
-    products in the cache's dtype.
+    A lane's KV is one block, so that its keys and values are read where they lie, and attention is two batched
+    matrix products in the cache's dtype.
     """
 
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
@@ -75,7 +75,9 @@ def _lane_attention(queries: Tensor, cache: KVCache, lanes: Tensor, positions: T
     return torch.bmm(scores.softmax(-1), values.view(count * kv_heads, length, head_dim)).view(queries.shape)
 
 
-def lane_caches(model: ModelConfig, lanes: int, capacity: int, dtype: torch.dtype, device: torch.device) -> list[KVCache]:
+def lane_caches(
+    model: ModelConfig, lanes: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> list[KVCache]:
     """One cache a layer with a block of `capacity` positions for each lane, heads before positions in memory."""
     shape = (lanes, model.num_kv_heads, capacity, model.head_dim)
 
@@ -146,7 +148,9 @@ class ConversationSampler:
         self.caches = lane_caches(model, config.lanes, self.capacity, target.dtype, target.device)
         self._prefix = self._prefill(0, template.opening)
         opening = len(template.opening)
-        self._prefix_kv = [(cache.keys[0, :opening].clone(), cache.values[0, :opening].clone()) for cache in self.caches]
+        self._prefix_kv = [
+            (cache.keys[0, :opening].clone(), cache.values[0, :opening].clone()) for cache in self.caches
+        ]
 
     def shard(
         self,
@@ -222,8 +226,8 @@ class ConversationSampler:
         return lane
 
     def _prefill(self, index: int, token_ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over tokens at the start of a lane: taps, top ids and log-probabilities of each but the last row
-        of an opening (which the first decoding step computes again)."""
+        """One pass over tokens at the start of a lane: taps, top ids and log-probabilities of each, but of the last
+        row of an opening, which the first decoding step computes again."""
         device, count = self.target.device, len(token_ids)
         positions = torch.arange(count, device=device)
         rows = AttentionRows(
@@ -272,9 +276,7 @@ class ConversationSampler:
         temperatures = [lane.answer_temperature if lane.answer_start else lane.user_temperature for lane in lanes]
         return self._pick(logits, top_ids[:, 0], torch.tensor(temperatures, device=device), generator)
 
-    def _pick(
-        self, logits: Tensor, greedy: Tensor, temperatures: Tensor, generator: torch.Generator
-    ) -> list[int]:
+    def _pick(self, logits: Tensor, greedy: Tensor, temperatures: Tensor, generator: torch.Generator) -> list[int]:
         tokens = greedy.to(torch.int64)
         sampled = temperatures.nonzero()[:, 0]
         if sampled.numel():

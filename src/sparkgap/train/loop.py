@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparkgap.train.batches import DraftVocabulary, Selection, pack, select
 from sparkgap.train.config import LossConfig, OptimizationConfig
@@ -123,12 +123,17 @@ class Trainer:
         recent: list[StepResult] = []
         with (
             self.progress.task("training", config.steps, "steps") as bar,
-            ThreadPoolExecutor(len(self._replicas), "trainer", initializer=_one_thread_each(len(self._replicas))) as pool,
+            ThreadPoolExecutor(
+                len(self._replicas), "trainer", initializer=_one_thread_each(len(self._replicas))
+            ) as pool,
         ):
             bar.start_from(self.step)
             while self.step < config.steps:
                 steps = select(
-                    self.train_examples, f"{self.seed}/{self.epoch}", config.anchors_per_step, config.anchors_per_conversation
+                    self.train_examples,
+                    f"{self.seed}/{self.epoch}",
+                    config.anchors_per_step,
+                    config.anchors_per_conversation,
                 )
                 for selections in steps[self.epoch_step :]:
                     recent.append(self._step(selections, pool))
@@ -190,15 +195,24 @@ class Trainer:
         hidden = replica(rows.batch)
         markov = replica.markov_states(rows.previous_tokens)
         weights = LossWeights(self.loss.cross_entropy, self.loss.total_variation)
-        result = head_loss(hidden, markov, replica.markov_output(), replica.head, rows.targets, weights, normalizer)
+        result = head_loss(
+            hidden, markov, replica.markov_output(), replica.head, rows.targets, weights, normalizer
+        )
         loss = result.loss
         if replica.shape.markov_rank and self.loss.confidence:
             logits = replica.confidence_logits(hidden, markov)
-            loss = loss + self.loss.confidence * confidence_loss(logits, result.overlap, rows.targets.weights, normalizer)
+            loss = loss + self.loss.confidence * confidence_loss(
+                logits, result.overlap, rows.targets.weights, normalizer
+            )
         loss.backward()
         first_correct = result.correct.view(-1, tokens)[:, 0].sum()
         first_overlap = result.overlap.view(-1, tokens)[:, 0].sum()
-        return StepResult(float(result.loss.detach()), float(first_correct), float(first_overlap), result.correct.numel() // tokens)
+        return StepResult(
+            float(result.loss.detach()),
+            float(first_correct),
+            float(first_overlap),
+            result.correct.numel() // tokens,
+        )
 
     def _watch(self, recent: Sequence[StepResult]) -> None:
         """Measure acceptance on held-out conversations and remember it."""
@@ -216,9 +230,9 @@ class Trainer:
         self.history.append(record)
         positions = " ".join(f"{share:.2f}" for share in measured.by_position)
         self.progress.log(
-            f"step {self.step}, {self.anchors} anchors, {self.seconds:.0f} s: loss {record['loss']:.3f}, first token "
-            f"{record['train_first_correct']:.3f} of training; held out: {measured.per_round:.3f} accepted a round, "
-            f"first token {measured.first_position:.3f}, by position {positions}"
+            f"step {self.step}, {self.anchors} anchors, {self.seconds:.0f} s: loss {record['loss']:.3f}, first "
+            f"token {record['train_first_correct']:.3f}; held out: {measured.per_round:.3f} accepted a round, first "
+            f"token {measured.first_position:.3f}, by position {positions}"
         )
 
     def inference_network(self) -> DraftNetwork:

@@ -66,5 +66,6 @@ def check_memory(model: ModelConfig, config: ConversationConfig, workers: int, d
     if free is not None and needed > free:
         raise ConfigError(
             f"{workers} workers with {config.lanes} lanes of {config.max_positions} positions need about "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower --lanes, --max-positions or --workers"
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower --lanes, --max-positions or "
+            "--workers"
         )

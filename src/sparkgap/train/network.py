@@ -62,7 +62,7 @@ class AnchorBatch:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[rows, heads, head_dim]` rotated by `cos` and `sin` `[rows, head_dim / 2]` (Hugging Face's half layout)."""
+    """`x` `[rows, heads, head_dim]` rotated by `cos` and `sin` `[rows, head_dim / 2]` (the half layout)."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -249,7 +249,9 @@ class DraftNetwork(nn.Module):
         """Normed hidden states of the rows that predict: `[blocks * (rows - lead_rows), hidden]`, compute type."""
         rotation = self._rotation(batch)
         context = self.hidden_norm(self.fc(batch.taps.to(self.dtype)), self.dtype)
-        tokens = torch.full((batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device)
+        tokens = torch.full(
+            (batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device
+        )
         tokens[:, 0] = batch.anchor_tokens
         x = self.embedding[tokens.flatten()].float()
         for layer in self.layers:

@@ -1,5 +1,7 @@
-"""The three stages in one directory: conversations, training, evaluation. Everything is kept, so that running the same
-command again continues where it stopped."""
+"""The three stages in one directory: conversations, training, evaluation.
+
+Everything is kept, so that running the same command again continues where it stopped.
+"""
 
 import dataclasses
 import json
@@ -69,7 +71,8 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     examples = Examples(paths)
     held_out, learned = _split(examples, config.optimization.held_out_conversations)
     progress.log(
-        f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
+        f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, "
+        f"{len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
     network = build_network(config, target, vocabulary, markov_rows, _mask_token(checkpoint, template, vocabulary))
@@ -155,8 +158,8 @@ def _check_settings(path: Path, config: TrainConfig) -> None:
         for key, value in _flat(now).items():
             if key not in _MAY_CHANGE and before.get(key) != value:
                 raise ConfigError(
-                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}; use "
-                    "the same settings to continue it, or another directory"
+                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}; "
+                    "use the same settings to continue it, or another directory"
                 )
     _write_json(path, now)
 
@@ -202,13 +205,15 @@ def _split(examples: Examples, held_out: int) -> tuple[list[Example], list[Examp
     learned = [e for e in examples.items if id(e) not in watched and e.answer_tokens > 1]
     if not greedy or not learned:
         raise ConfigError(
-            f"{len(examples.items)} conversations are too few to learn from some and hold out {held_out} greedy ones; "
-            "raise --answer-tokens, or let some answers have temperature 0"
+            f"{len(examples.items)} conversations are too few to learn from some and hold out {held_out} greedy "
+            "ones; raise --answer-tokens, or let some answers have temperature 0"
         )
     return greedy, learned
 
 
-def _vocabulary(path: Path, learned: list[Example], target: Decoder, config: TrainConfig) -> tuple[DraftVocabulary, Tensor]:
+def _vocabulary(
+    path: Path, learned: list[Example], target: Decoder, config: TrainConfig
+) -> tuple[DraftVocabulary, Tensor]:
     """The draft vocabulary and the trained rows of W1, chosen once a run: they are part of the network's shape."""
     counts = token_counts(learned, target.config.vocab_size)
     if not path.exists():
