@@ -122,7 +122,7 @@ def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]
         drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches)
         ids = token_ids.to(device)
         lengths = []
-        for anchors in places[start:].split(_REPLAYED_ANCHORS):
+        for anchors in torch.split(places[start:], _REPLAYED_ANCHORS):
             tables = torch.zeros(anchors.shape[0], 1, dtype=torch.int32, device=device)
             draft = drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
             lengths.append(_agreement(drafter.propose(ids[anchors], draft).token_ids, ids, anchors))

@@ -62,7 +62,7 @@ def drafter_settings(
 @torch.no_grad()
 def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
     """The network's tensors in bfloat16 under the checkpoint's names, with the LM head rows of its vocabulary."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
         if name.startswith(("layers.", "fc.", "hidden_norm.", "norm.")):
             tensors[name] = parameter

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkgap.train.generation import Conversation
@@ -69,11 +68,10 @@ class Examples:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.items: list[Example] = []
-        self._files = []
+        self._files: list[dict[str, Tensor]] = []
         seen: set[tuple[int, ...]] = set()
         for shard, path in enumerate(paths):
-            file = safe_open(path, framework="pt")
-            self._files.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            self._files.append(load_file(path))
             tokens, offset, row = self._files[-1]["token_ids"].long(), 0, 0
             tensors = (self._files[-1][name].tolist() for name in ("lengths", "answer_starts", "temperatures"))
             for length, start, temperature in zip(*tensors, strict=True):

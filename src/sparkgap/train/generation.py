@@ -54,7 +54,7 @@ class LaneKernels(TorchKernels):
         # Lanes of like length together, so that short ones are not padded to the longest.
         order = rows.positions.argsort()
         output = torch.empty_like(queries)
-        for group in order.split(_GROUP_LANES if queries.device.type == "cpu" else order.shape[0]):
+        for group in torch.split(order, _GROUP_LANES if queries.device.type == "cpu" else order.shape[0]):
             positions = rows.positions[group]
             length = int(positions[-1]) + 1 if queries.device.type == "cpu" else rows.max_length
             output[group] = _lane_attention(
@@ -226,8 +226,10 @@ class ConversationSampler:
         return lane
 
     def _prefill(self, index: int, token_ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over tokens at the start of a lane: taps, top ids and log-probabilities of each, but of the last
-        row of an opening, which the first decoding step computes again."""
+        """One pass over tokens at the start of a lane: taps, top ids and log-probabilities of each.
+
+        The last row of an opening is left out: the first decoding step computes it again.
+        """
         device, count = self.target.device, len(token_ids)
         positions = torch.arange(count, device=device)
         rows = AttentionRows(

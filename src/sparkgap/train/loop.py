@@ -33,7 +33,8 @@ class StepResult:
 
 def split_parameters(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Parameters for Muon (matrices between hidden states) and for AdamW (norms and heads)."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
         hidden = parameter.ndim == 2 and name.startswith(("layers.", "fc."))
         (matrices if hidden else others).append(parameter)
@@ -204,7 +205,7 @@ class Trainer:
             loss = loss + self.loss.confidence * confidence_loss(
                 logits, result.overlap, rows.targets.weights, normalizer
             )
-        loss.backward()
+        torch.autograd.backward(loss)
         first_correct = result.correct.view(-1, tokens)[:, 0].sum()
         first_overlap = result.overlap.view(-1, tokens)[:, 0].sum()
         return StepResult(
@@ -231,8 +232,8 @@ class Trainer:
         positions = " ".join(f"{share:.2f}" for share in measured.by_position)
         self.progress.log(
             f"step {self.step}, {self.anchors} anchors, {self.seconds:.0f} s: loss {record['loss']:.3f}, first "
-            f"token {record['train_first_correct']:.3f}; held out: {measured.per_round:.3f} accepted a round, first "
-            f"token {measured.first_position:.3f}, by position {positions}"
+            f"token {record['train_first_correct']:.3f}; held out: {measured.per_round:.3f} accepted a round, "
+            f"first token {measured.first_position:.3f}, by position {positions}"
         )
 
     def inference_network(self) -> DraftNetwork:

@@ -144,7 +144,7 @@ def head_loss(
         normalizer: divides the weighted sum over rows: the sum of all row weights of a step.
         chunk_rows: rows whose logits exist at a time.
     """
-    loss, overlap, correct, cross_entropy = _HeadLoss.apply(
+    loss, overlap, correct, cross_entropy = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         features, markov, w2, head, targets, weights, normalizer, chunk_rows
     )
     return HeadLoss(loss, overlap, correct, cross_entropy)

@@ -147,7 +147,8 @@ class Attention(nn.Module):
             )
             outputs.append(mixed.permute(1, 3, 0, 2, 4).reshape(count * size, -1))
             block, position = block + count, position + length
-        return self.o_proj(torch.cat(outputs))
+        projected: Tensor = self.o_proj(torch.cat(outputs))
+        return projected
 
 
 class Layer(nn.Module):
@@ -173,7 +174,8 @@ class Layer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x, dtype), context, rotation, batch)
         inner = self.post_attention_layernorm(x, dtype)
         inner = functional.silu(self.mlp["gate_proj"](inner)) * self.mlp["up_proj"](inner)
-        return x + self.mlp["down_proj"](inner)
+        fed: Tensor = self.mlp["down_proj"](inner)
+        return x + fed
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,8 @@ class DraftNetwork(nn.Module):
             x = layer(x, context, rotation, batch)
         if self.shape.lead_rows:
             x = x.view(-1, batch.rows, x.shape[-1])[:, self.shape.lead_rows :].flatten(0, 1)
-        return self.norm(x, self.dtype)
+        normed: Tensor = self.norm(x, self.dtype)
+        return normed
 
     def markov_states(self, previous_tokens: Tensor) -> Tensor:
         """`W1[previous]`: `[rows, rank]` in the compute type; `[rows, 0]` for DFlash."""
@@ -275,4 +278,5 @@ class DraftNetwork(nn.Module):
 
     def confidence_logits(self, hidden: Tensor, markov: Tensor) -> Tensor:
         """Logit of the probability that each drafted token survives: float32 `[rows]`."""
-        return self.confidence(torch.cat([hidden, markov], dim=-1))[:, 0].float()
+        logits: Tensor = self.confidence(torch.cat([hidden, markov], dim=-1))
+        return logits[:, 0].float()

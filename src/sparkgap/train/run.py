@@ -140,7 +140,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
@@ -158,8 +158,8 @@ def _check_settings(path: Path, config: TrainConfig) -> None:
         for key, value in _flat(now).items():
             if key not in _MAY_CHANGE and before.get(key) != value:
                 raise ConfigError(
-                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}; "
-                    "use the same settings to continue it, or another directory"
+                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}"
+                    "; use the same settings to continue it, or another directory"
                 )
     _write_json(path, now)
 
