@@ -6,6 +6,8 @@ positions (free there), so that exactly the visible keys are gathered. Where the
 kernels avoid that, this reference does not.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,8 +17,8 @@ from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, 
 _FUSED_ATTENTION_ROWS = 32
 """Rows of one sequence from which torch's fused attention is faster than two matrix products on a CPU."""
 
-_CHUNK_ELEMENTS = 2**18
-"""Keys and values of one product over several sequences on a CPU: 1 MiB in float32 stays in a core's cache."""
+_CHUNK_ELEMENTS = 2**17
+"""Most key features in one product over several sequences on a CPU: 512 KiB in float32 stay in a core's cache."""
 
 
 class TorchKernels(Kernels):
@@ -24,7 +26,8 @@ class TorchKernels(Kernels):
 
     Args:
         linear_tile_rows: when given, every matrix product runs on exactly that many rows at a time, padded with
-            zeros, so that a row's result does not depend on the number of rows that stand beside it.
+            zeros, and attention of up to 31 rows a sequence is computed row by row, so that on a CPU a row's
+            result does not depend on the rows that stand beside it, to the last bit.
     """
 
     def __init__(self, linear_tile_rows: int | None = None) -> None:
@@ -88,16 +91,11 @@ class TorchKernels(Kernels):
         sliding_window: int | None = None,
     ) -> Tensor:
         """See `Kernels.paged_attention`; unequal numbers of rows loop over sequences with lengths on the host."""
-        num_sequences = rows.block_tables.shape[0]
-        num_rows = queries.shape[0]
-        if num_rows == num_sequences * rows.max_rows:
+        uniform = queries.shape[0] == rows.block_tables.shape[0] * rows.max_rows
+        if uniform and self.linear_tile_rows is None:
             return _uniform_attention(queries, cache, rows, scale, sliding_window)
-        starts = rows.row_starts.tolist()
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for sequence in range(num_sequences):
-            start, end = starts[sequence], starts[sequence + 1]
-            if start == end:
-                continue
+        for sequence, start, end in self._spans(rows):
             part = AttentionRows(
                 positions=rows.positions[start:end],
                 row_starts=rows.row_starts,
@@ -107,6 +105,15 @@ class TorchKernels(Kernels):
             )
             output[start:end] = _uniform_attention(queries[start:end], cache, part, scale, sliding_window)
         return output
+
+    def _spans(self, rows: AttentionRows) -> list[tuple[int, int, int]]:
+        """Sequence, first and last row + 1 of the parts that are computed one by one."""
+        spans = []
+        for sequence, (start, end) in enumerate(pairwise(rows.row_starts.tolist())):
+            alone = self.linear_tile_rows is not None and end - start < _FUSED_ATTENTION_ROWS
+            step = 1 if alone else max(end - start, 1)
+            spans += [(sequence, row, row + step) for row in range(start, end, step)]
+        return spans
 
     def block_attention(
         self,
@@ -128,7 +135,10 @@ class TorchKernels(Kernels):
         context_keys, context_values = _gather(cache, block_tables, 0, length)
         place = torch.arange(length, device=queries.device)
         live = place < context_lengths.unsqueeze(1)
-        context_values.masked_fill_(live.logical_not()[:, :, None, None], 0.0)
+        # What lies beyond the live context may be not a number, and zero times that is not zero.
+        dead = live.logical_not()[:, :, None, None]
+        context_keys.masked_fill_(dead, 0.0)
+        context_values.masked_fill_(dead, 0.0)
         visible = live.unsqueeze(1).expand(num_sequences, block_rows, length)
         row = torch.arange(block_rows, device=queries.device)
         inside = torch.ones(block_rows, block_rows, dtype=torch.bool, device=queries.device)
@@ -291,14 +301,14 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | Non
         return output.transpose(1, 2).contiguous()
     per_head = (num_sequences * kv_heads, width * group, head_dim)
     grouped = queries.view(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
-    grouped = grouped.to(torch.float32, memory_format=torch.contiguous_format).view(per_head)
+    grouped = _contiguous(grouped, torch.float32).view(per_head)
     scores = torch.bmm(grouped, _by_head(keys).transpose(1, 2)).mul_(scale)
     if visible is not None:
         hidden = visible.logical_not()[:, None, :, None, :]
         scores.view(num_sequences, kv_heads, width, group, length).masked_fill_(hidden, -torch.inf)
     output = torch.bmm(scores.softmax(-1), _by_head(values))
     output = output.view(num_sequences, kv_heads, width, group, head_dim).transpose(1, 2)
-    return output.to(queries.dtype, memory_format=torch.contiguous_format).view(queries.shape)
+    return _contiguous(output, queries.dtype).view(queries.shape)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -308,4 +318,9 @@ def _by_head(x: Tensor) -> Tensor:
     """
     if x.shape[0] == 1:
         return x[0].to(torch.float32).transpose(0, 1)
-    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+    return _contiguous(x.transpose(1, 2), torch.float32).flatten(0, 1)
+
+
+def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, contiguous, with at most one copy."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()

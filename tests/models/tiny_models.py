@@ -1,5 +1,6 @@
 """Tiny random models of the supported families, and ways to run the engine's network on them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,6 @@ def load_saved(
     model: transformers.PreTrainedModel, directory: Path, kernels: Kernels | None = None, **options: Any
 ) -> Decoder:
     """Save as transformers does, read back as the engine does."""
-    import json
-
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     options = {"dtype": torch.float32, "device": CPU} | options
@@ -110,7 +109,7 @@ class Session:
             CPU,
         )
         for cache in self.caches:
-            cache.keys.fill_(torch.nan)
+            cache.keys.fill_(torch.nan)  # nothing may be read that was not written
             cache.values.fill_(torch.nan)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(sequences * blocks, generator=generator) + 1

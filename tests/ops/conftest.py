@@ -1,0 +1,7 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
