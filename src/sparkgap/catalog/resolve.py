@@ -42,9 +42,9 @@ def resolve(
 
 def _hub_model(model: str) -> NamedModel:
     repo_id = model.removeprefix(_HUB_PREFIX)
-    if not _HUB_ID.fullmatch(repo_id) or ".." in repo_id:
+    if not _HUB_ID.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
         raise ModelNotFoundError(f"{model!r} is not a hub repository; write hf:owner/name")
-    return NamedModel("hf--" + repo_id.replace("/", "--"), repo_id, "", (HubRepository(repo_id),))
+    return NamedModel(model, repo_id, "", (HubRepository(repo_id),))
 
 
 def _existing_path(model: str) -> Path | None:

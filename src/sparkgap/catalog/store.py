@@ -3,7 +3,7 @@
 Layout below the cache root:
 
     models/<name>/            a model's files, and `sparkgap.json`: their source, sizes and checksums
-    staging/<name>-<random>/  a download in progress, in the same file system
+    staging/<name>/<random>/  a download in progress, in the same file system
     locks/<name>.lock         held while a model is looked up or fetched
 
 A directory appears under `models/` by one rename, after its files are complete, verified and flushed.
@@ -38,6 +38,11 @@ def cache_root() -> Path:
     return Path.home() / ".cache" / "sparkgap"
 
 
+def folder_name(name: str) -> str:
+    """A model's name as the name of a folder: `hf:owner/name` is `hf--owner--name`."""
+    return name.replace(":", "--").replace("/", "--")
+
+
 @dataclass(frozen=True)
 class FetchedModel:
     """What a source put into a staging directory.
@@ -65,7 +70,7 @@ class ModelStore:
 
     def directory(self, name: str) -> Path:
         """Where a model's files are once it is cached."""
-        return self.root / "models" / name
+        return self.root / "models" / folder_name(name)
 
     def find(self, name: str) -> Path | None:
         """A cached model's directory if all its files are there in their recorded sizes, else None."""
@@ -79,7 +84,7 @@ class ModelStore:
         locks = self.root / "locks"
         with storage_errors(self.root, f"model {name}"):
             locks.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(locks / f"{name}.lock")
+            lock = FileLock(locks / f"{folder_name(name)}.lock")
             waits = not _acquire_now(lock)
         if waits:
             progress.log(f"waiting for another process that fetches {name}")
@@ -129,12 +134,12 @@ class ModelStore:
 
         What an earlier process left when it was killed is removed first.
         """
-        staging_root = self.root / "staging"
+        staging_root = self.root / "staging" / folder_name(name)
         with storage_errors(self.root, f"model {name}"):
             staging_root.mkdir(parents=True, exist_ok=True)
-            for leftover in staging_root.glob(f"{name}-*"):
+            for leftover in staging_root.iterdir():
                 shutil.rmtree(leftover)
-            staging = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=staging_root))
+            staging = Path(tempfile.mkdtemp(dir=staging_root))
         try:
             fetched = fetch(staging)
             with storage_errors(self.root, f"model {name}"):

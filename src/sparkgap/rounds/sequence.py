@@ -8,9 +8,9 @@ from sparkgap.config import SamplingParams
 from sparkgap.errors import EngineError
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """One running sequence.
+    """One running sequence; two are equal only if they are the same object.
 
     Attributes:
         sequence_id: unique number in the engine.

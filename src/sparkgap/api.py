@@ -1,0 +1,294 @@
+"""The Python face: `LLM`, with the names and habits that vLLM's users expect."""
+
+import difflib
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+from sparkgap import __version__
+from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.tokenizer import Tokenizer
+from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
+from sparkgap.engine.loading import load_engine
+from sparkgap.engine.outputs import RequestOutput
+from sparkgap.engine.request import Request
+from sparkgap.errors import ConfigError, PromptError
+
+Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+
+Message: TypeAlias = Mapping[str, Any]
+"""One chat message with `role` and `content`."""
+
+
+class LLM:
+    """A loaded model that generates text.
+
+    Methods may be called from several threads; their requests are then served together.
+
+    Args:
+        model: catalog name, directory, `.gguf` file or `hf:owner/name`.
+        progress: told of downloads.
+        **settings: the other fields of `EngineConfig`.
+
+    Attributes:
+        config: the settings.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or does not fit the model or the machine.
+        ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the model cannot be had.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, progress: ProgressReporter | None = None, **settings: Any
+    ) -> None:
+        _check_names(settings)
+        self.config = EngineConfig(model=model, **settings)
+        self._loaded = load_engine(self.config, progress)
+        self._engine = self._loaded.engine
+        self._lock = threading.RLock()
+        self._outputs: dict[str, deque[RequestOutput]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with its chat template."""
+        return self._loaded.checkpoint.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: text, token ids or a mapping with `prompt` or `prompt_token_ids`; or a list of them.
+            sampling_params: for all prompts, or one for each.
+            use_progress: show a progress bar on a terminal.
+
+        Returns:
+            One output a prompt, in order.
+
+        Raises:
+            PromptError: a prompt is empty, too long or not a prompt; nothing was computed.
+            ConfigError: the parameters do not fit the model or the number of prompts.
+            EngineError: computing failed.
+        """
+        listed = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(listed))
+        with self._lock:
+            requests = [
+                self._engine.make_request(_content(prompt), p, output_kind="final")
+                for prompt, p in zip(listed, params, strict=True)
+            ]
+        return self._run(requests, use_progress)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_progress: bool = False,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each rendered by the model's chat template.
+
+        Args:
+            messages: a conversation (messages with `role` and `content`), or a list of them.
+            sampling_params, use_progress: as for `generate`.
+            **template_variables: passed to the template.
+
+        Raises:
+            PromptError: the template refuses a conversation, or the model has none; and as `generate`.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self._render(conversation, template_variables) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_progress=use_progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving what is new as it comes; the last output has `finished` and `metrics`.
+
+        The prompt is checked at once; the request starts with the first item asked for. Closing the iterator, or
+        dropping it, ends the request.
+
+        Raises:
+            PromptError, ConfigError: as `generate`.
+            EngineError: computing failed (raised by the iterator).
+        """
+        with self._lock:
+            request = self._engine.make_request(_content(prompt), sampling_params or SamplingParams())
+        return self._iterate(request)
+
+    def stream_chat(
+        self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, giving what is new as it comes; as `stream`."""
+        return self.stream(self._render(messages, template_variables), sampling_params)
+
+    def info(self) -> dict[str, Any]:
+        """What is loaded: model, settings as resolved, sizes in bytes."""
+        loaded, target = self._loaded, self._loaded.target
+        cache = loaded.caches[0]
+        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in loaded.caches)
+        return {
+            "version": __version__,
+            "model": loaded.checkpoint.name,
+            "path": str(loaded.checkpoint.path),
+            "format": loaded.checkpoint.format,
+            "architecture": target.config.architecture,
+            "file_bytes": loaded.checkpoint.size_bytes,
+            "device": str(target.device),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "threads": loaded.threads,
+            "vocab_size": target.config.vocab_size,
+            "eos_token_ids": list(self._engine.model.eos_token_ids),
+            "max_model_len": self._engine.model.max_model_len,
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "block_size": cache.block_size,
+            "kv_cache_blocks": cache.num_blocks,
+            "kv_cache_tokens": cache.num_blocks * cache.block_size,
+            "kv_cache_bytes": cache_bytes,
+        }
+
+    def _render(self, messages: Seq[Message], variables: Mapping[str, Any]) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self.tokenizer.encode_chat(messages, **variables)}
+
+    def _run(self, requests: list[Request], use_progress: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        try:
+            with self._lock:
+                for request in requests:
+                    self._add(request)
+            with _progress_bar(len(requests), use_progress) as advance:
+                for request in requests:
+                    finished[request.request_id] = self._next_output(request.request_id)
+                    advance(finished[request.request_id])
+        finally:
+            for request in requests:
+                self._drop(request.request_id)
+        return [finished[request.request_id] for request in requests]
+
+    def _iterate(self, request: Request) -> Iterator[RequestOutput]:
+        try:
+            with self._lock:
+                self._add(request)
+            finished = False
+            while not finished:
+                output = self._next_output(request.request_id)
+                finished = output.finished
+                yield output
+        finally:
+            self._drop(request.request_id)
+
+    def _add(self, request: Request) -> None:
+        self._engine.add(request)
+        self._outputs[request.request_id] = deque()
+
+    def _next_output(self, request_id: str) -> RequestOutput:
+        """The request's next output; steps the engine for everybody until there is one."""
+        while True:
+            with self._lock:
+                waiting = self._outputs[request_id]
+                if not waiting:
+                    self._step()
+                if waiting:
+                    output = waiting.popleft()
+                    break
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._outputs[output.request_id].append(output)
+
+    def _drop(self, request_id: str) -> None:
+        """Forget a request, ending it if it still runs."""
+        with self._lock:
+            self._engine.abort(request_id)
+            self._outputs.pop(request_id, None)
+
+
+class _Advance:
+    """Moves a progress bar by one finished request."""
+
+    def __init__(self, bar: Any = None, task: Any = None) -> None:
+        self._bar = bar
+        self._task = task
+        self._num_tokens = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        if self._bar is not None and output.metrics is not None:
+            self._num_tokens += output.metrics.completion_tokens
+            self._bar.update(self._task, advance=1, tokens=self._num_tokens)
+
+
+class _BarOfRequests(AbstractContextManager[_Advance]):
+    """A rich progress bar over requests."""
+
+    def __init__(self, num_requests: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+        self._bar = Progress(TextColumn("Generating"), *columns, TimeElapsedColumn())
+        self._num_requests = num_requests
+
+    def __enter__(self) -> _Advance:
+        self._bar.start()
+        return _Advance(self._bar, self._bar.add_task("", total=self._num_requests, tokens=0))
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _progress_bar(num_requests: int, wanted: bool) -> AbstractContextManager[_Advance]:
+    return _BarOfRequests(num_requests) if wanted else nullcontext(_Advance())
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ConfigError(f"LLM has no setting {name!r}; {hint}")
+
+
+def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Seq):
+        raise PromptError(f"prompts must be text, token ids, a mapping or a list of them, got {prompts!r}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item] # token ids of one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise ConfigError(
+            f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each"
+        )
+    return list(params)
+
+
+def _content(prompt: Prompt) -> str | Seq[int]:
+    """Text or token ids of a prompt in any of its forms."""
+    if isinstance(prompt, Mapping):
+        known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+        if not known:
+            raise PromptError("a prompt given as a mapping must have prompt or prompt_token_ids")
+        prompt = prompt[known[0]]
+    if isinstance(prompt, str) or (isinstance(prompt, Seq) and not isinstance(prompt, bytes)):
+        return prompt
+    raise PromptError(f"a prompt must be text, token ids or a mapping with one of them, got {prompt!r}")

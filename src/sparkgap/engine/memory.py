@@ -1,0 +1,42 @@
+"""How large the KV cache is."""
+
+from sparkgap.config import EngineConfig
+from sparkgap.errors import ConfigError
+
+_SHARE_OF_AVAILABLE = 0.25
+_LARGEST_DEFAULT_CPU_BYTES = 1 << 30
+_MEBIBYTE = 1 << 20
+
+
+def kv_cache_blocks(
+    config: EngineConfig, *, block_bytes: int, max_model_len: int, available_bytes: int, on_cpu: bool
+) -> int:
+    """Blocks of the KV cache.
+
+    With `kv_cache_memory_bytes` as many as fit; otherwise enough for `max_num_seqs` sequences of `max_model_len`,
+    within a quarter of the memory available and on the CPU within 1 GiB, but always enough for one sequence.
+
+    Raises:
+        ConfigError: one sequence of `max_model_len` does not fit.
+    """
+    one_sequence = -(-max_model_len // config.block_size)
+    needed_bytes = one_sequence * block_bytes
+    given_bytes = config.kv_cache_memory_bytes
+    if given_bytes is not None:
+        if given_bytes < needed_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes {given_bytes} holds {given_bytes // block_bytes * config.block_size} "
+                f"positions, and one sequence of max_model_len {max_model_len} needs {needed_bytes} bytes; "
+                "raise it or lower max_model_len"
+            )
+        return given_bytes // block_bytes
+    if needed_bytes > available_bytes:
+        raise ConfigError(
+            f"the KV cache of one sequence of max_model_len {max_model_len} takes "
+            f"{needed_bytes / _MEBIBYTE:.0f} MiB, and {available_bytes / _MEBIBYTE:.0f} MiB of memory are "
+            "available; lower max_model_len"
+        )
+    limit = int(available_bytes * _SHARE_OF_AVAILABLE)
+    if on_cpu:
+        limit = min(limit, _LARGEST_DEFAULT_CPU_BYTES)
+    return max(min(config.max_num_seqs * one_sequence, limit // block_bytes), one_sequence)
