@@ -3,7 +3,7 @@
 import difflib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -112,7 +112,9 @@ class LLM:
         prompts = [self._render(conversation, template_variables) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt, giving what is new as it comes; the last output has `finished` and `metrics`.
 
         The prompt is checked at once; the request starts with the first item asked for. Closing the iterator, or
@@ -128,7 +130,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation, giving what is new as it comes; as `stream`."""
         return self.stream(self._render(messages, template_variables), sampling_params)
 
@@ -176,7 +178,7 @@ class LLM:
                 self._drop(request.request_id)
         return [finished[request.request_id] for request in requests]
 
-    def _iterate(self, request: Request) -> Iterator[RequestOutput]:
+    def _iterate(self, request: Request) -> Generator[RequestOutput, None, None]:
         try:
             with self._lock:
                 self._add(request)

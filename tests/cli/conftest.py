@@ -11,7 +11,7 @@ import pytest
 from sparkgap.cli import loading, main
 from sparkgap.config import EngineConfig, FinishReason, SamplingParams
 from sparkgap.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from sparkgap.errors import EngineError, PromptError
+from sparkgap.errors import PromptError
 
 
 class FakeTokenizer:
@@ -35,13 +35,15 @@ class FakeLLM:
     config: EngineConfig = field(default_factory=EngineConfig)
     words: tuple[str, ...] = ("one", " two", " three")
     finish_reason: FinishReason = "stop"
-    error: EngineError | None = None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     max_model_len: int = 64
     requests: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     before_word: Callable[[int], None] = lambda index: None
     streams_closed: int = 0
+
+    def info(self) -> dict[str, Any]:
+        return {"max_model_len": self.max_model_len}
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams) -> list[RequestOutput]:
         return [self._output(prompt, params, self.words) for prompt in prompts]
@@ -77,9 +79,7 @@ class FakeLLM:
             for index in range(params.n)
         ]
         metrics = RequestMetrics(12.0, 12.5, 37.0, 80.5, 2, params.n * len(self.words)) if finished else None
-        return RequestOutput(
-            "request-0", None, [1, 2], outputs, finished, metrics, self.error if finished else None
-        )
+        return RequestOutput("request-0", None, [1, 2], outputs, finished, metrics)
 
     @staticmethod
     def _table(token_id: int) -> dict[int, Logprob]:

@@ -144,11 +144,14 @@ def test_an_error_of_the_model_is_one_line(sparkgap: Callable[..., Any], llm: An
     assert result.out == ""
 
 
-@pytest.mark.parametrize("extra", [[], ["--no-stream"], ["--json"]])
-def test_a_request_that_fails_is_one_line(sparkgap: Callable[..., Any], llm: Any, extra: list[str]) -> None:
-    llm.error = EngineError("the model gave no finite logits; try --dtype float32")
-    result = sparkgap("generate", "hi", *extra)
-    assert result.status == 2
+def test_a_request_that_fails_in_its_course_is_one_line(sparkgap: Callable[..., Any], llm: Any) -> None:
+    def fail(index: int) -> None:
+        if index == 1:
+            raise EngineError("the model gave no finite logits; try --dtype float32")
+
+    llm.before_word = fail
+    result = sparkgap("generate", "hi")
+    assert (result.status, result.out) == (2, "one\n")
     assert result.err == "sparkgap: error: the model gave no finite logits; try --dtype float32\n"
 
 

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,35 +33,26 @@ def machine_facts() -> dict[str, Any]:
 
     from sparkgap import _native
     from sparkgap.catalog.store import cache_root
+    from sparkgap.device.host import available_memory_bytes, usable_cores
+    from sparkgap.engine.loading import resolve_device, resolve_dtype
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    defaults = EngineConfig()
     return {
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
-        "device": "cpu" if accelerator is None else str(accelerator),
-        "dtype": "bfloat16",
-        "cores": {"usable": _native.usable_cores(), "total": os.cpu_count()},
+        "device": str(resolve_device(defaults.device)),
+        "dtype": str(resolve_dtype(defaults.dtype)).removeprefix("torch."),
+        "cores": {"usable": usable_cores(), "total": os.cpu_count()},
         "instruction_sets": [name for name, present in _native.cpu_features().items() if present],
-        "memory": _memory_bytes(),
+        "memory": {
+            "total_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "available_bytes": available_memory_bytes(torch.device("cpu")),
+        },
         "cache_directory": str(cache_root()),
         "models": _cached_models(),
     }
-
-
-def _memory_bytes() -> dict[str, int]:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    memory = {"total_bytes": os.sysconf("SC_PHYS_PAGES") * page_bytes}
-    for line in _lines(Path("/proc/meminfo")):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            memory["available_bytes"] = int(value.split()[0]) * 1024
-    return memory
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _cached_models() -> list[dict[str, Any]]:
@@ -88,13 +78,15 @@ def model_facts(model: str) -> dict[str, Any]:
     from math import prod
 
     from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.engine.loading import resolve_dtype
+    from sparkgap.models.cache import cache_block_bytes
     from sparkgap.models.config import ModelConfig
 
     EngineConfig(model=model)
     checkpoint = open_checkpoint(model, allow_download=False)
     config = ModelConfig.from_hf(checkpoint.config)
     weights = checkpoint.weights
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     return {
         "model": checkpoint.name,
         "path": str(checkpoint.path),
@@ -110,7 +102,7 @@ def model_facts(model: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "context": config.max_position_embeddings,
-        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_per_token": cache_block_bytes(*shape, 1, resolve_dtype(EngineConfig.dtype)),
         "chat_template": checkpoint.tokenizer.chat_template is not None,
     }
 

@@ -1,21 +1,16 @@
-"""What the machine lends this process: cores and memory."""
+"""What the machine lends this process: memory, and cores by way of the native module."""
 
 import os
 from pathlib import Path
 
 import torch
 
+from sparkgap._native import usable_cores
+
+__all__ = ["available_memory_bytes", "usable_cores"]
+
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: its CPU affinity, within a container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read(_CGROUP / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(int(quota[0]) // int(quota[1]), 1))
-    return cores
 
 
 def available_memory_bytes(device: torch.device) -> int:
