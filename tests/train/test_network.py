@@ -24,7 +24,11 @@ from tests.cli.tiny_model import CONFIG
 def target(tiny_target) -> Decoder:
     config = read_json(tiny_target / "config.json")
     return load_target(
-        config, SafetensorsSource(tiny_target), kernels=TorchKernels(), dtype=torch.float32, device=torch.device("cpu")
+        config,
+        SafetensorsSource(tiny_target),
+        kernels=TorchKernels(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
 
 
@@ -41,10 +45,10 @@ def random_network(target, method, layers, kv_heads):
     network = build_network(config, target, DraftVocabulary(ids, draft_ids, 1.0), rows, 7)
     with torch.no_grad():
         for parameter in network.parameters():
-            if parameter.ndim == 2:
-                noise = torch.randn(parameter.shape, generator=generator)
-                # Checkpoints are bfloat16: round now, so that nothing is lost by writing them.
-                parameter.copy_((noise * parameter.shape[1] ** -0.5).bfloat16())
+            noise = torch.randn(parameter.shape, generator=generator)
+            value = noise * parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 1 + 0.2 * noise
+            # Checkpoints are bfloat16: round now, so that nothing is lost by writing them.
+            parameter.copy_(value.bfloat16())
         if network.shape.markov_rank:
             network.markov_w1[0] = 0
         network.head.copy_(network.head.bfloat16())
@@ -57,7 +61,9 @@ def target_out():
     return Path("unused")
 
 
-@pytest.mark.parametrize(("method", "layers", "kv_heads"), [("dspark", 2, None), ("dspark", 1, 4), ("dflash", 2, None)])
+@pytest.mark.parametrize(
+    ("method", "layers", "kv_heads"), [("dspark", 2, None), ("dspark", 1, 4), ("dflash", 2, None)]
+)
 @torch.no_grad()
 def test_exported_network_serves_the_trained_function(target, tmp_path, method, layers, kv_heads):
     network, vocabulary = random_network(target, method, layers, kv_heads)
@@ -102,9 +108,7 @@ def test_exported_network_serves_the_trained_function(target, tmp_path, method, 
             chosen = torch.cat([anchor_tokens[row : row + len(places), None], proposal.token_ids[:, :-1]], dim=1)
             states_before = network.markov_states(chosen.flatten())
             logits = network.confidence_logits(hidden[row : row + len(places)].flatten(0, 1), states_before)
-            torch.testing.assert_close(
-                proposal.confidences.flatten(), logits.sigmoid(), rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(proposal.confidences.flatten(), logits.sigmoid(), rtol=1e-4, atol=1e-4)
         row += len(places)
     if method == "dflash":
         for start, step, logits in served:
@@ -130,7 +134,11 @@ def test_blocks_do_not_depend_on_what_is_packed_with_them(target):
     alone = network(AnchorBatch(taps, [8], [torch.tensor([5])], torch.tensor([9]), 4))
     together = network(
         AnchorBatch(
-            torch.cat([other, taps]), [6, 8], [torch.tensor([2, 4]), torch.tensor([3, 5])], torch.tensor([1, 2, 3, 9]), 4
+            torch.cat([other, taps]),
+            [6, 8],
+            [torch.tensor([2, 4]), torch.tensor([3, 5])],
+            torch.tensor([1, 2, 3, 9]),
+            4,
         )
     )
     torch.testing.assert_close(alone, together[-4:], rtol=1e-5, atol=1e-6)
@@ -146,9 +154,15 @@ def test_target_pass_gives_the_taps_that_training_reads(target, tiny_target):
 
     checkpoint = open_checkpoint(str(tiny_target))
     lanes = load_target(
-        checkpoint.config, checkpoint.weights, kernels=LaneKernels(), dtype=torch.float32, device=torch.device("cpu")
+        checkpoint.config,
+        checkpoint.weights,
+        kernels=LaneKernels(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
-    config = ConversationConfig(lanes=3, shard_conversations=5, max_positions=64, max_user_tokens=12, min_answer_tokens=4)
+    config = ConversationConfig(
+        lanes=3, shard_conversations=5, max_positions=64, max_user_tokens=12, min_answer_tokens=4
+    )
     with torch.inference_mode():
         conversations = ConversationSampler(lanes, turn_template(checkpoint), config, (0,), 5).shard("seed", None)
         assert conversations

@@ -35,8 +35,8 @@ def test_training_raises_acceptance_of_the_served_drafter(settings, quiet, metho
     trained = report["held_out"]["accepted_per_round"]
     first = settings("untrained", conversation=sampling, network=network, optimization={"steps": 1})
     untrained = train(first, quiet)["held_out"]["accepted_per_round"]
-    assert untrained < 0.1
-    assert trained > 0.25
+    print(trained, untrained)
+    assert trained > untrained + 0.25
     assert trained == pytest.approx(report["curve"][-1]["held_out"]["accepted_per_round"], abs=0.05)
     assert json.loads((config.out / "report.json").read_text())["held_out"] == report["held_out"]
     assert report["checkpoint_bytes"] == (config.out / "model.safetensors").stat().st_size
@@ -76,7 +76,7 @@ def test_a_run_killed_while_training_continues_to_the_same_weights(settings, qui
     assert_same(drafter(whole), drafter(config))
 
 
-@pytest.mark.parametrize("name", ["state.pt", "shard-0001.safetensors", "vocabulary.safetensors"])
+@pytest.mark.parametrize("name", ["state.pt", "shard-0000.safetensors", "vocabulary.safetensors"])
 def test_a_run_killed_while_writing_a_file_continues_to_the_same_weights(settings, quiet, monkeypatch, name):
     whole = settings("whole")
     train(whole, quiet)

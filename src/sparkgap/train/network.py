@@ -133,7 +133,7 @@ class Attention(nn.Module):
             rows = queries[blocks].permute(2, 0, 3, 1, 4).reshape(kv_heads, -1, head_dim)
             keys = context_keys[places].permute(1, 2, 0)
             scores = torch.bmm(rows, keys).view(kv_heads, count, groups * size, length) + bias
-            per_block = rows.view(kv_heads * count, groups * size, head_dim)
+            per_block = rows.reshape(kv_heads * count, groups * size, head_dim)
             own_keys = block_keys[blocks].permute(2, 0, 3, 1).reshape(kv_heads * count, head_dim, size)
             own_scores = torch.bmm(per_block, own_keys).view(kv_heads, count, groups * size, size)
             weights = torch.cat([scores, own_scores], dim=-1).softmax(-1)
