@@ -1,7 +1,6 @@
 # Everything is built in .venv with pip; a target installs only what changed since the last time.
 PYTHON ?= python3
-# The exact release of torch to install first. On a machine without a GPU, a CPU build is far smaller:
-#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# The release of torch to install first, with any options of pip's that choose its build (a CPU build is far smaller).
 TORCH ?= torch==2.13.0
 # Test processes, one compute thread each.
 WORKERS ?= 2
@@ -10,7 +9,7 @@ PROMPT ?= Explain in two sentences what a spark plug does.
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*)
+PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/* native/kernels/*)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help

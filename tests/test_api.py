@@ -29,9 +29,7 @@ def llm(path):
 def is_idle(llm):
     blocks = llm._engine.scheduler.blocks
     return (
-        not llm._engine.has_unfinished_requests()
-        and not llm._outputs
-        and blocks.num_free_blocks == blocks.num_blocks
+        not llm._engine.has_unfinished_requests() and not llm._outputs and blocks.num_free_blocks == blocks.num_blocks
     )
 
 
@@ -261,9 +259,7 @@ def test_dtypes_and_the_automatic_one(path):
 
 
 def test_the_package_imports_no_torch():
-    code = (
-        "import sys, sparkgap; sparkgap.SamplingParams; sparkgap.EngineConfig; assert 'torch' not in sys.modules"
-    )
+    code = "import sys, sparkgap; sparkgap.SamplingParams; sparkgap.EngineConfig; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

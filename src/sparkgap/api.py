@@ -148,6 +148,7 @@ class LLM:
             "file_bytes": loaded.checkpoint.size_bytes,
             "device": str(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": loaded.quantization,
             "threads": loaded.threads,
             "vocab_size": target.config.vocab_size,
             "eos_token_ids": list(self._engine.model.eos_token_ids),
@@ -158,6 +159,23 @@ class LLM:
             "kv_cache_blocks": cache.num_blocks,
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
+            "speculation": self._speculation_info(),
+        }
+
+    def _speculation_info(self) -> dict[str, Any] | None:
+        chosen = self._loaded.speculation
+        if chosen is None:
+            return None
+        config = chosen.drafter.config
+        return {
+            "drafter": config.name,
+            "method": config.method,
+            "num_speculative_tokens": chosen.num_speculative_tokens,
+            "draft_sample_method": chosen.config.draft_sample_method,
+            "parameters": chosen.drafter.num_parameters,
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_layer_ids": list(config.target_layer_ids),
+            "max_context_length": chosen.drafter.max_context_length,
         }
 
     def _render(self, messages: Seq[Message], variables: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -278,9 +296,7 @@ def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int)
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
     if len(params) != number:
-        raise ConfigError(
-            f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each"
-        )
+        raise ConfigError(f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each")
     return list(params)
 
 

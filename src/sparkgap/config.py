@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from sparkgap.errors import ConfigError
 
@@ -13,8 +13,17 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Values of `EngineConfig.dtype`; `auto` is bfloat16."""
 
+QUANTIZATIONS = ("auto", "w8a8", "none")
+"""Values of `EngineConfig.quantization`."""
+
 MAX_LOGPROBS = 20
 """Largest number of alternatives a request may ask for at each position (vLLM's limit)."""
+
+SPECULATIVE_METHODS = ("dspark", "dflash")
+"""Values of `SpeculativeConfig.method`, written in any case."""
+
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+"""Values of `SpeculativeConfig.draft_sample_method`."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: `stop` (end of sequence, stop string or stop token), `length` or `abort`."""
@@ -169,12 +178,72 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """How an engine speculates. Names are vLLM's.
+
+    Attributes:
+        method: one of `SPECULATIVE_METHODS`, in any case; None takes what the drafter is.
+        model: the drafter, a directory or `hf:owner/name`; None takes the one that is shipped for the target.
+        num_speculative_tokens: draft tokens a round; None takes as many as the drafter was trained for.
+        draft_sample_method: how draft tokens of sampled requests are chosen. `greedy` takes the most probable and
+            keeps the output the one without speculation; `probabilistic` samples them.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the setting.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    draft_sample_method: str = "greedy"
+
+    def __post_init__(self) -> None:
+        if self.method is not None:
+            lowered = self.method.lower() if isinstance(self.method, str) else self.method
+            _check(
+                lowered in SPECULATIVE_METHODS,
+                f"speculative method must be one of {', '.join(SPECULATIVE_METHODS)}, got {self.method!r}",
+            )
+            object.__setattr__(self, "method", lowered)
+        _check(
+            self.model is None or (isinstance(self.model, str) and bool(self.model)),
+            f"the speculative model must be a directory or hf:owner/name, got {self.model!r}",
+        )
+        _check(
+            self.num_speculative_tokens is None
+            or (_is_integer(self.num_speculative_tokens) and self.num_speculative_tokens >= 1),
+            f"num_speculative_tokens must be an integer of at least 1, got {self.num_speculative_tokens!r}",
+        )
+        _check(
+            self.draft_sample_method in DRAFT_SAMPLE_METHODS,
+            f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {self.draft_sample_method!r}",
+        )
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":
+        """The configuration that a mapping such as vLLM's `speculative_config` describes.
+
+        Raises:
+            ConfigError: not a mapping, an unknown key, or a value out of its range.
+        """
+        _check(isinstance(settings, Mapping), f"speculative_config must be a mapping, got {settings!r}")
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            _check(name in known, f"speculative_config has no setting {name!r}; there are {', '.join(known)}")
+        return cls(**settings)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How a model is loaded and run. Names follow vLLM where vLLM has them.
 
     Attributes:
         model: catalog name, directory, `.gguf` file or `hf:owner/name`.
-        dtype: one of `DTYPES`, of weights, activations and KV cache.
+        dtype: one of `DTYPES`, of weights and KV cache, and of activations on accelerators (on the CPU they are
+            float32).
+        quantization: one of `QUANTIZATIONS`. `w8a8` runs matrix products on int8 weights, with a scale for each
+            output channel, and int8 activations, with a scale for each token; `auto` is `w8a8` on the CPU when
+            dtype is `auto` too, else `none`.
         device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
@@ -184,6 +253,9 @@ class EngineConfig:
             of the free memory, and never below one sequence of `max_model_len`.
         seed: source of the seeds of requests that have none.
         threads: compute threads; None takes the cores available to the process.
+        speculation: whether to speculate where a drafter is named or shipped for the model.
+        speculative_config: how; a mapping is turned into a `SpeculativeConfig`. None takes the defaults.
+        allow_download: whether a model that is not cached may be fetched.
 
     Raises:
         ConfigError: a value is out of its range; the message names the setting.
@@ -191,6 +263,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    quantization: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -199,12 +272,20 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     seed: int = 0
     threads: int | None = None
-    allow_download: bool = field(default=True)
+    speculation: bool = True
+    speculative_config: SpeculativeConfig | None = None
+    allow_download: bool = True
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(
+            self.quantization in QUANTIZATIONS,
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}",
+        )
         _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_mapping(self.speculative_config))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")

@@ -67,9 +67,7 @@ def permute(values: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to query and key rows: pairs (i, i + half) become neighbours."""
     rows = values.shape[0]
     half = rows // heads // 2
-    order = [
-        head * 2 * half + side * half + pair for head in range(heads) for pair in range(half) for side in (0, 1)
-    ]
+    order = [head * 2 * half + side * half + pair for head in range(heads) for pair in range(half) for side in (0, 1)]
     return values[np.array(order)]
 
 

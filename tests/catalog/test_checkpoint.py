@@ -64,9 +64,7 @@ def test_end_tokens_come_from_generation_config_then_config_then_tokenizer(tmp_p
         open_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
-)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": ' + b"[" * 100_000])
 def test_bad_json_names_its_file(tmp_path: Path, name: str, content: bytes) -> None:
     write_model(tmp_path)

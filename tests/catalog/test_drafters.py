@@ -287,9 +287,7 @@ def test_tensors_are_checked_against_the_configuration() -> None:
     assert read_drafter(SPECULATORS, DictWeights(good), "d").format == "speculators"
     with pytest.raises(CheckpointError, match=r"no tensor layers.1.self_attn.k_norm.weight"):
         read_drafter(SPECULATORS, DictWeights(without(good, "layers.1.self_attn.k_norm.weight")), "d")
-    with pytest.raises(
-        CheckpointError, match=r"fc.weight has shape \[16, 32\], and config.json asks for \[16, 48\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[16, 32\], and config.json asks for \[16, 48\]"):
         read_drafter(SPECULATORS, DictWeights({**good, "fc.weight": torch.zeros(16, 32)}), "d")
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[40, 16\]"):
         read_drafter(SPECULATORS, DictWeights({**good, "lm_head.weight": torch.zeros(40, 16)}), "d")

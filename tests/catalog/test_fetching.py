@@ -277,9 +277,7 @@ class FakeHub(SimpleNamespace):
         ]
         return SimpleNamespace(siblings=siblings, sha="c0ffee")
 
-    def hf_hub_download(
-        self, repo_id: str, name: str, *, revision: str, local_dir: Path, etag_timeout: float
-    ) -> str:
+    def hf_hub_download(self, repo_id: str, name: str, *, revision: str, local_dir: Path, etag_timeout: float) -> str:
         self.requests.append(name)
         (local_dir / ".cache").mkdir(parents=True, exist_ok=True)
         (local_dir / name).write_bytes(self.sent[name])
@@ -451,9 +449,7 @@ def test_unknown_names_get_near_ones(cache: Path) -> None:
     assert registry.find_model("SmolLM2-135M").name == "smollm2-135m"
 
 
-@pytest.mark.parametrize(
-    "path", ["./none", "/none/at/all", "none.gguf", "~/none-such", "a/b", "model.safetensors"]
-)
+@pytest.mark.parametrize("path", ["./none", "/none/at/all", "none.gguf", "~/none-such", "a/b", "model.safetensors"])
 def test_missing_paths_say_so(path: str) -> None:
     with pytest.raises(ModelNotFoundError, match="no such model directory or file"):
         resolve.resolve(path)
@@ -479,9 +475,7 @@ def test_existing_paths(tmp_path: Path) -> None:
         resolve.resolve(str(tmp_path / "m.txt"))
 
 
-def test_a_known_name_comes_before_a_directory(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_name_comes_before_a_directory(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
     with pytest.raises(ModelNotFoundError, match="not in the cache"):

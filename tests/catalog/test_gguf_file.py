@@ -201,9 +201,7 @@ def test_a_truncated_file_is_refused(small_file: tuple[bytes, int], tmp_path: Pa
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_header_bytes_never_escape(
-    small_file: tuple[bytes, int], tmp_path: Path, data: st.DataObject
-) -> None:
+def test_flipped_header_bytes_never_escape(small_file: tuple[bytes, int], tmp_path: Path, data: st.DataObject) -> None:
     content, header_bytes = small_file
     damaged = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -77,9 +77,7 @@ def default_tokenizer(default_model_path: Path) -> Tokenizer:
 
 
 @pytest.mark.model
-def test_default_model_has_the_ids_of_its_definition(
-    default_model_path: Path, default_tokenizer: Tokenizer
-) -> None:
+def test_default_model_has_the_ids_of_its_definition(default_model_path: Path, default_tokenizer: Tokenizer) -> None:
     """The definition in SmolLM2's tokenizer.json: single digits, then GPT-2's byte-level cutting."""
     fields = GGUFReader(default_model_path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
@@ -110,9 +108,7 @@ def test_default_model_against_transformers_own_conversion(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
     """transformers does not cut digits apart (its pre-tokenizer is ByteLevel alone): equal everywhere else."""
-    reference = transformers.AutoTokenizer.from_pretrained(
-        default_model_path.parent, gguf_file=default_model_path.name
-    )
+    reference = transformers.AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
     compared = 0
     for text in varied_texts(1000):
         if not any(char.isnumeric() for char in text):
@@ -232,9 +228,7 @@ def llama3_like(trained: Backend) -> transformers.PreTrainedTokenizerFast:
     backend.post_processor = TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", len(tokens))]
     )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=specials[0], eos_token=specials[1]
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=specials[0], eos_token=specials[1])
 
 
 def qwen2_like(trained: Backend) -> transformers.PreTrainedTokenizerFast:
@@ -256,13 +250,9 @@ def test_saved_tokenizers_have_the_ids_of_transformers(tmp_path: Path, trained: 
     assert ours.eos_token_id == reference.eos_token_id
     for text in [*varied_texts(400), *reference.all_special_tokens, f"a{reference.eos_token} b"]:
         for add in (True, False):
-            assert ours.encode(text, add_special_tokens=add) == reference.encode(text, add_special_tokens=add), (
-                text
-            )
+            assert ours.encode(text, add_special_tokens=add) == reference.encode(text, add_special_tokens=add), text
         ids = reference.encode(text)
-        assert ours.decode(ids) == reference.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for messages in CHATS:
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=TOOLS)
         assert ours.render_chat(messages, tools=TOOLS) == expected

@@ -23,9 +23,7 @@ def test_the_answer_is_on_stdout_and_the_footer_on_stderr(sparkgap: Callable[...
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-stream"], ["--json"]])
-def test_a_prompt_is_a_user_message_and_raw_is_text(
-    sparkgap: Callable[..., Any], llm: Any, extra: list[str]
-) -> None:
+def test_a_prompt_is_a_user_message_and_raw_is_text(sparkgap: Callable[..., Any], llm: Any, extra: list[str]) -> None:
     assert sparkgap("generate", "hi", *extra).status == 0
     assert sparkgap("generate", "hi", "--raw", *extra).status == 0
     assert sparkgap("generate", "hi", "--system", "be kind", *extra).status == 0
@@ -68,9 +66,7 @@ def test_prompt_files_and_standard_input(
 
 
 def test_options_reach_the_engine_and_the_request(sparkgap: Callable[..., Any], llm: Any) -> None:
-    engine = (
-        "--model m --dtype float32 --device cpu --max-model-len 99 --max-num-seqs 3 --seed 5 --threads 2 --offline"
-    )
+    engine = "--model m --dtype float32 --device cpu --max-model-len 99 --max-num-seqs 3 --seed 5 --threads 2 --offline"
     sampling = (
         "--max-tokens 7 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --presence-penalty 1 "
         "--frequency-penalty -1 --repetition-penalty 1.1 --logit-bias 5=-2.5 --logit-bias 6=3 --stop a --stop b "

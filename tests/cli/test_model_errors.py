@@ -131,9 +131,7 @@ def test_requests_the_model_cannot_serve(
         ("{{ ().__class__.__base__ }}", "template"),
     ],
 )
-def test_chat_templates_that_fail(
-    sparkgap: Callable[..., Any], tmp_path: Path, template: str, message: str
-) -> None:
+def test_chat_templates_that_fail(sparkgap: Callable[..., Any], tmp_path: Path, template: str, message: str) -> None:
     model = str(write_tiny_model(tmp_path / "model", template=template))
     check_one_line(sparkgap("generate", "hi", "--model", model), message)
     check_one_line(sparkgap("chat", "--model", model, stdin=b"hi\n"), message)

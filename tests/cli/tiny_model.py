@@ -47,8 +47,6 @@ def write_tiny_model(directory: Path, *, template: str | None = TEMPLATE, **conf
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<a>", "<b>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>"} | (
-        {} if template is None else {"chat_template": template}
-    )
+    settings = {"bos_token": "<s>", "eos_token": "</s>"} | ({} if template is None else {"chat_template": template})
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

@@ -13,17 +13,6 @@ def test_cores():
     assert 1 <= host.usable_cores() <= os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ("quota", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 8), ("", 8)]
-)
-def test_cores_of_a_container(monkeypatch, tmp_path, quota, cores):
-    if quota:
-        (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert host.usable_cores() == cores
-
-
 def test_memory_is_about_what_psutil_says(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
     available = psutil.virtual_memory().available

@@ -51,9 +51,7 @@ class FakeRunner:
 
     def prefill(self, chunks):
         assert chunks
-        self.log.append(
-            ("prefill", [(c.sequence.sequence_id, c.end - c.sequence.num_computed_tokens) for c in chunks])
-        )
+        self.log.append(("prefill", [(c.sequence.sequence_id, c.end - c.sequence.num_computed_tokens) for c in chunks]))
         outputs = []
         for sequence, end in chunks:
             assert sequence.num_computed_tokens < end <= sequence.num_tokens
@@ -111,9 +109,7 @@ class FakeRunner:
             assert self.cache[slot] == (sequence.sequence_id, position, token)
 
 
-def make_engine(
-    *, blocks=64, block_size=4, max_model_len=64, script=None, draft=0, fail=None, eos=(EOS,), **settings
-):
+def make_engine(*, blocks=64, block_size=4, max_model_len=64, script=None, draft=0, fail=None, eos=(EOS,), **settings):
     config = EngineConfig(model="fake", block_size=block_size, **settings)
     runner = FakeRunner(block_size, script, draft, fail)
     limits = ModelLimits("fake", VOCAB, tuple(eos), max_model_len)

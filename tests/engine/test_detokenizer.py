@@ -23,9 +23,7 @@ class ByteLevel:
         pieces = ["hello", " world", "né", "日", "本語", "🙂", "\n\n", "\ufffd"]
         names = BYTE_NAMES + [encoder.pre_tokenize_str(piece)[0][0] for piece in pieces]
         names += [encoder.pre_tokenize_str("日本")[0][0][:-1], encoder.pre_tokenize_str("🙂")[0][0][1:]]
-        self.tokenizer = HfTokenizer(
-            models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(names))}, "x")
-        )
+        self.tokenizer = HfTokenizer(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(names))}, "x"))
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<s>", "</s>"])
         self.special_token_ids = frozenset(self.tokenizer.token_to_id(name) for name in ("<s>", "</s>"))

@@ -200,9 +200,7 @@ class TestStops:
     def test_min_tokens(self, draft):
         script = [*WORD[:3], EOS, 4, 5, EOS]
         self.check(self.complete(draft, script, min_tokens=5), "theef", 7, "stop")
-        self.check(
-            self.complete(draft, WORD + WORD, stop="qu", min_tokens=5), "thequickbrownfoxthe", 21, "stop", "qu"
-        )
+        self.check(self.complete(draft, WORD + WORD, stop="qu", min_tokens=5), "thequickbrownfoxthe", 21, "stop", "qu")
         self.check(self.complete(draft, stop="qu", min_tokens=4), "the", 5, "stop", "qu")
 
     def test_stop_strings_are_held_while_streaming(self, draft):

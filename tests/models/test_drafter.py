@@ -46,9 +46,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def load(
-    settings: DrafterSettings, tensors: dict[str, Tensor], *, deepspec: bool = False, seed: int = 0
-) -> Drafter:
+def load(settings: DrafterSettings, tensors: dict[str, Tensor], *, deepspec: bool = False, seed: int = 0) -> Drafter:
     target = random_target(seed)
     make = deepspec_checkpoint if deepspec else checkpoint
     return Drafter.from_checkpoint(make(settings, tensors), target, target.kernels, torch.float32)
@@ -256,9 +254,7 @@ def test_picked_tokens_condition_the_next(kind: str, from_anchor: bool, draft_vo
         spread = drafter.to_target_vocabulary(proposal.draft_logits[sequence])
         assert spread.shape == (tokens, VOCAB)
         picked = spread[torch.arange(tokens), torch.tensor(ids)]
-        torch.testing.assert_close(
-            picked, proposal.draft_logits[sequence][torch.arange(tokens), chosen[:, sequence]]
-        )
+        torch.testing.assert_close(picked, proposal.draft_logits[sequence][torch.arange(tokens), chosen[:, sequence]])
         assert int(torch.isfinite(spread).sum()) == tokens * draft_vocab
 
 
@@ -348,9 +344,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
     settings = replace(SETTINGS, **changes)
     decoder = random_target(**target)
     with pytest.raises(error, match=message) as caught:
-        Drafter.from_checkpoint(
-            checkpoint(settings, random_tensors(settings)), decoder, TorchKernels(), torch.float32
-        )
+        Drafter.from_checkpoint(checkpoint(settings, random_tensors(settings)), decoder, TorchKernels(), torch.float32)
     assert "tiny" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -63,9 +63,7 @@ def test_keys_left_out_have_the_defaults_of_transformers(family):
 )
 def test_windows_by_layer_are_those_of_transformers(changes):
     reference = CONFIGS["qwen3"](**(QWEN3 | changes))
-    expected = [
-        reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types
-    ]
+    expected = [reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types]
     assert list(ModelConfig.from_hf(QWEN3 | changes).layer_windows) == expected
 
 

@@ -105,9 +105,7 @@ def test_missing_tensor_is_named_with_its_shape():
 
 def test_wrong_shape_is_named_with_both_shapes():
     tensors = tensors_of(CONFIG) | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(12, 8)}
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.self_attn\.k_proj\.weight has shape \[12, 8\].*\[6, 8\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj\.weight has shape \[12, 8\].*\[6, 8\]"):
         load(CONFIG, tensors)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparkgap.ops import AttentionRows, KVCache, RotaryTable, TorchKernels, make_kernels
+from sparkgap.errors import ConfigError
+from sparkgap.ops import AttentionRows, KVCache, NativeKernels, RotaryTable, TorchKernels, make_kernels
 
 KERNELS = TorchKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,9 +40,7 @@ class Paged:
         self, lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, seed: int
     ) -> None:
         self.keys = [normal((length, kv_heads, head_dim), seed + i, dtype) for i, length in enumerate(lengths)]
-        self.values = [
-            normal((length, kv_heads, head_dim), 99 + seed + i, dtype) for i, length in enumerate(lengths)
-        ]
+        self.values = [normal((length, kv_heads, head_dim), 99 + seed + i, dtype) for i, length in enumerate(lengths)]
         per_sequence = max(-(-length // block_size) for length in lengths) + 1
         blocks = per_sequence * len(lengths)
         shape = (blocks, block_size, kv_heads, head_dim)
@@ -125,9 +124,7 @@ def test_paged_attention_is_dense_attention(layout, heads, block_size, window, t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "layout", [[(0, 1)], [(15, 1)], [(16, 1)], [(9, 8), (30, 8)], [(0, 40)], [(5, 3), (0, 33)]]
-)
+@pytest.mark.parametrize("layout", [[(0, 1)], [(15, 1)], [(16, 1)], [(9, 8), (30, 8)], [(0, 40)], [(5, 3), (0, 33)]])
 def test_paged_attention_dtypes_and_block_boundaries(dtype, layout):
     check_paged_attention(KERNELS, layout, (6, 2, 16), 16, None, dtype, 3)
 
@@ -295,4 +292,12 @@ def test_embed_concat_and_float32():
 
 
 def test_make_kernels():
-    assert isinstance(make_kernels(torch.device("cpu")), TorchKernels)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert isinstance(make_kernels(cpu, torch.bfloat16), NativeKernels)
+    assert make_kernels(cpu, torch.float32, "w8a8", 1).quantization == "w8a8"
+    assert isinstance(make_kernels(cpu, torch.float16), TorchKernels)
+    assert isinstance(make_kernels(meta, torch.bfloat16), TorchKernels)
+    with pytest.raises(ConfigError, match="float16"):
+        make_kernels(cpu, torch.float16, "w8a8")
+    with pytest.raises(ConfigError, match="meta"):
+        make_kernels(meta, torch.bfloat16, "w8a8")

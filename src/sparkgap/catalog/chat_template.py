@@ -43,9 +43,7 @@ def render_template(template: str, messages: Sequence[Mapping[str, Any]], **vari
     try:
         return _compiled(template).render(messages=chat, **{"tools": None, "documents": None, **variables})
     except jinja2.TemplateSyntaxError as error:
-        raise PromptError(
-            f"the model's chat template is not valid jinja2 (line {error.lineno}: {error})"
-        ) from error
+        raise PromptError(f"the model's chat template is not valid jinja2 (line {error.lineno}: {error})") from error
     except _TEMPLATE_FAILURES as error:
         detail = " ".join(str(error).split()) or type(error).__name__
         raise PromptError(f"the model's chat template refused the messages: {detail}") from error

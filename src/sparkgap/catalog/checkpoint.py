@@ -45,9 +45,7 @@ class Checkpoint:
     size_bytes: int
 
 
-def open_checkpoint(
-    model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None
-) -> Checkpoint:
+def open_checkpoint(model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None) -> Checkpoint:
     """Resolve and open a model. Reads headers and the tokenizer, no tensor.
 
     Args:
@@ -113,9 +111,7 @@ def _eos_token_ids(
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise CheckpointError(
-                f"{path / file} has eos_token_id {value!r}; it must be a token id or a list of them"
-            )
+            raise CheckpointError(f"{path / file} has eos_token_id {value!r}; it must be a token id or a list of them")
         return tuple(dict.fromkeys(ids))
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 

@@ -191,8 +191,7 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
     windows = _windows(merged, layer_types, window, name)
     explicit = merged.get("is_causal", nested.get("causal"))
     causal = tuple(
-        bool(explicit) if explicit is not None else (sliding_means_causal and window is not None)
-        for window in windows
+        bool(explicit) if explicit is not None else (sliding_means_causal and window is not None) for window in windows
     )
     sample_from_anchor = merged.get("sample_from_anchor")
     if sample_from_anchor is None:
@@ -275,9 +274,7 @@ def _layer_ids(config: Mapping[str, Any], key: str, name: str) -> list[int]:
     return list(ids)
 
 
-def _windows(
-    transformer: Mapping[str, Any], layer_types: object, window: object, name: str
-) -> tuple[int | None, ...]:
+def _windows(transformer: Mapping[str, Any], layer_types: object, window: object, name: str) -> tuple[int | None, ...]:
     """Sliding window of each layer from `layer_types`; without them every layer sees its whole context."""
     layers = _integer(transformer, "num_hidden_layers", name, minimum=1)
     if layer_types is None:

@@ -73,9 +73,7 @@ def open_drafter(
     """
     path = resolve(model, allow_download=allow_download, progress=progress)
     if not path.is_dir():
-        raise UnsupportedModelError(
-            f"drafter {model}: {path.name} is no directory with config.json and safetensors"
-        )
+        raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")
     return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
 
 
@@ -95,9 +93,7 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
         # Exports for serving may leave out a head that vLLM does not need; the draft tokens are the same.
         settings = replace(settings, confidence_head=False, confidence_head_with_markov=False)
     _check_tensors(settings, shapes, name)
-    format_: Literal["deepspec", "speculators"] = (
-        "speculators" if "speculators_model_type" in config else "deepspec"
-    )
+    format_: Literal["deepspec", "speculators"] = "speculators" if "speculators_model_type" in config else "deepspec"
     return DrafterCheckpoint(name, format_, settings, weights)
 
 

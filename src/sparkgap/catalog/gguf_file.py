@@ -124,9 +124,7 @@ class GgufSource:
     def _check_heads(self, name: str, tensor: GgufTensor) -> None:
         heads = self._permuted_heads(name)
         if heads is not None and tensor.shape[0] % (2 * heads):
-            raise CheckpointError(
-                f"{self.path}: {name} has {tensor.shape[0]} rows for {heads} heads; convert it again"
-            )
+            raise CheckpointError(f"{self.path}: {name} has {tensor.shape[0]} rows for {heads} heads; convert it again")
 
 
 def _named_tensors(container: GgufContainer) -> Iterable[tuple[str, GgufTensor]]:

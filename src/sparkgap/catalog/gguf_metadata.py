@@ -72,9 +72,7 @@ class Metadata:
 
     def _wrong(self, key: str, what: str) -> CheckpointError:
         found = repr(self._values[key])[:40] if key in self._values else "nothing"
-        return CheckpointError(
-            f"{self.path}: metadata {key} must be {what}, found {found}; convert the model again"
-        )
+        return CheckpointError(f"{self.path}: metadata {key} must be {what}, found {found}; convert the model again")
 
 
 def architecture_of(container: GgufContainer) -> str:
@@ -166,9 +164,7 @@ def _positive(metadata: Metadata, key: str) -> int:
 
 def _check_shapes(metadata: Metadata, prefix: str, head_dim: int) -> None:
     if head_dim == 0 or head_dim % 2:
-        raise CheckpointError(
-            f"{metadata.path}: a head dimension of {head_dim} is not usable; convert the model again"
-        )
+        raise CheckpointError(f"{metadata.path}: a head dimension of {head_dim} is not usable; convert the model again")
     value_length = metadata.integer(prefix + "attention.value_length", head_dim)
     if value_length != head_dim:
         raise UnsupportedModelError(

@@ -141,9 +141,7 @@ def end_token_ids(metadata: Metadata) -> tuple[int, ...]:
     """Ids that end a sequence: those that metadata names, then control tokens known to end a turn or a text."""
     vocabulary = _Vocabulary(metadata)
     named = [vocabulary.id_of(name) for name in ("eos", "eot", "eom")]
-    known = [
-        i for i, token in enumerate(vocabulary.tokens) if token in _END_TOKENS and vocabulary.types[i] == _CONTROL
-    ]
+    known = [i for i, token in enumerate(vocabulary.tokens) if token in _END_TOKENS and vocabulary.types[i] == _CONTROL]
     return tuple(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
@@ -163,9 +161,7 @@ class _Vocabulary:
             raise self.damaged(f"{len(self.tokens)} tokens and {len(self.types)} token types")
 
     def damaged(self, detail: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.metadata.path}: the tokenizer is damaged ({detail}); download or copy it again"
-        )
+        return CheckpointError(f"{self.metadata.path}: the tokenizer is damaged ({detail}); download or copy it again")
 
     def ids(self) -> dict[str, int]:
         """Ids by token; of tokens that are spelled alike the first counts."""

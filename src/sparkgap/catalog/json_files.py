@@ -22,9 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text; the file is damaged, copy it again") from error
     except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON (line {error.lineno}: {error.msg}); copy it again"
-        ) from error
+        raise CheckpointError(f"{path} is not valid JSON (line {error.lineno}: {error.msg}); copy it again") from error
     except (RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} is not usable JSON ({error}); copy it again") from error
     if not isinstance(value, dict):

@@ -50,9 +50,7 @@ def _hub_model(model: str) -> NamedModel:
 def _existing_path(model: str) -> Path | None:
     """The path if `model` is one; None if it can only be a name."""
     if not model.strip():
-        raise ModelNotFoundError(
-            f"{model!r} is not a model; give a name, a directory, a .gguf file or hf:owner/name"
-        )
+        raise ModelNotFoundError(f"{model!r} is not a model; give a name, a directory, a .gguf file or hf:owner/name")
     try:
         path = Path(model).expanduser()
         exists = path.exists()
@@ -93,9 +91,7 @@ def model_file(directory: Path) -> Path:
 
 
 def _not_cached(model: NamedModel) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"model {model.name} is not in the cache and downloading is off; allow it or pull it"
-    )
+    return ModelNotFoundError(f"model {model.name} is not in the cache and downloading is off; allow it or pull it")
 
 
 def _adopted(store: ModelStore, model: NamedModel, progress: ProgressReporter) -> Path | None:

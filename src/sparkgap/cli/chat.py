@@ -116,9 +116,7 @@ class ChatSession:
             PromptError: it alone is longer than the context, or the chat template refuses it.
         """
         limit = self.llm.info()["max_model_len"]
-        messages, dropped = self.conversation.fit(
-            message, self.llm.tokenizer, limit, self.params.max_tokens or limit
-        )
+        messages, dropped = self.conversation.fit(message, self.llm.tokenizer, limit, self.params.max_tokens or limit)
         if dropped:
             print_note(
                 f"the conversation is longer than the context of {limit} tokens: its {dropped} oldest "
@@ -163,9 +161,7 @@ def _piped_messages() -> Iterator[str]:
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise PromptError(
-                f"line {number} of standard input is not valid UTF-8; convert it to UTF-8"
-            ) from error
+            raise PromptError(f"line {number} of standard input is not valid UTF-8; convert it to UTF-8") from error
 
 
 class _TypedMessages:

@@ -3,6 +3,7 @@ type of one of its parameters; names are vLLM's where vLLM has them."""
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from sparkgap.config import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams
+from sparkgap.config import DEFAULT_MODEL, DTYPES, QUANTIZATIONS, EngineConfig, SamplingParams, SpeculativeConfig
 from sparkgap.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 512
@@ -49,6 +50,21 @@ def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:
     return bias or None
 
 
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """A JSON object with the keys of `SpeculativeConfig`.
+
+    Raises:
+        ConfigError: not a JSON object.
+    """
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative-config must be a JSON object, and is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"speculative-config must be a JSON object, got {text}")
+    return settings
+
+
 def _engine(*names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Model and engine", **settings)
 
@@ -65,6 +81,9 @@ class EngineOptions:
         str, _engine("--model", "-m", help="Catalog name, model directory, .gguf file or hf:owner/name.")
     ] = DEFAULT_MODEL
     dtype: Annotated[str, _engine("--dtype", help=f"One of {', '.join(DTYPES)}.")] = "auto"
+    quantization: Annotated[
+        str, _engine("--quantization", help=f"One of {', '.join(QUANTIZATIONS)}; auto: w8a8 on the CPU.")
+    ] = "auto"
     device: Annotated[str, _engine("--device", help="auto, cpu, or an accelerator such as cuda.")] = "auto"
     max_model_len: Annotated[
         int | None, _engine("--max-model-len", help="Most tokens of prompt and answer; default: the model's own.")
@@ -79,6 +98,18 @@ class EngineOptions:
     threads: Annotated[
         int | None, _engine("--threads", help="Compute threads; default: the cores this process may use.")
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        _engine("--speculative-config", metavar="JSON", help="Speculation as JSON with vLLM's keys; see --draft."),
+    ] = None
+    draft: Annotated[
+        str | None,
+        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: as trained.")
+    ] = None
+    no_speculation: Annotated[bool, _engine("--no-speculation", help="Decode without a drafter.")] = False
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -86,14 +117,28 @@ class EngineOptions:
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             kv_cache_memory_bytes=None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory),
             seed=self.seed,
             threads=self.threads,
+            speculation=not self.no_speculation,
+            speculative_config=self._speculative_config(),
             allow_download=not self.offline,
         )
+
+    def _speculative_config(self) -> SpeculativeConfig | None:
+        """`--speculative-config` with what the short options say; they win over the same key in the JSON."""
+        settings = {} if self.speculative_config is None else parse_speculative_config(self.speculative_config)
+        short = {"model": self.draft, "num_speculative_tokens": self.num_speculative_tokens}
+        settings |= {name: value for name, value in short.items() if value is not None}
+        if settings and self.no_speculation:
+            raise ConfigError("--no-speculation contradicts the other options of speculation; use one of them")
+        if settings or self.speculative_config is not None:
+            return SpeculativeConfig.from_mapping(settings)
+        return None
 
 
 @dataclass(frozen=True)
@@ -102,12 +147,8 @@ class SamplingOptions:
 
     max_tokens: Annotated[int, _sampling("--max-tokens", help="Most tokens of an answer.")] = DEFAULT_MAX_TOKENS
     min_tokens: Annotated[int, _sampling("--min-tokens", help="Fewest tokens before an answer may end.")] = 0
-    temperature: Annotated[float, _sampling("--temperature", help="0 takes the most probable token (greedy).")] = (
-        0.0
-    )
-    top_p: Annotated[float, _sampling("--top-p", help="Sample from the tokens that make up this probability.")] = (
-        1.0
-    )
+    temperature: Annotated[float, _sampling("--temperature", help="0 takes the most probable token (greedy).")] = 0.0
+    top_p: Annotated[float, _sampling("--top-p", help="Sample from the tokens that make up this probability.")] = 1.0
     top_k: Annotated[int, _sampling("--top-k", help="Sample from this many most probable tokens; 0: all.")] = 0
     min_p: Annotated[
         float, _sampling("--min-p", help="Drop tokens below this share of the most probable one's probability.")

@@ -67,9 +67,7 @@ def train(
     answer_temperatures: Annotated[
         str, _option(_CONVERSATIONS, help="Temperatures of answers, drawn evenly.")
     ] = "0,0,0,0.7",
-    lanes: Annotated[
-        int, _option(_CONVERSATIONS, help="Conversations decoded together.")
-    ] = ConversationConfig.lanes,
+    lanes: Annotated[int, _option(_CONVERSATIONS, help="Conversations decoded together.")] = ConversationConfig.lanes,
     max_positions: Annotated[
         int, _option(_CONVERSATIONS, help="Longest conversation in tokens.")
     ] = ConversationConfig.max_positions,
@@ -122,9 +120,7 @@ def train(
             prompts=prompts,
             only_prompts=only_prompts,
         ),
-        features=FeatureConfig(
-            None if target_layers is None else parse_numbers(target_layers, "target-layers", int)
-        ),
+        features=FeatureConfig(None if target_layers is None else parse_numbers(target_layers, "target-layers", int)),
         network=NetworkConfig(
             method=method.lower(),  # type: ignore[arg-type]
             num_layers=layers,

@@ -199,9 +199,7 @@ class Engine:
         self._num_sequences += 1
         return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
-    def _compute(
-        self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]
-    ) -> dict[str, Request]:
+    def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> dict[str, Request]:
         """Run a pass over `sequences` and hand out what it gave; the requests that moved on."""
         touched: dict[str, Request] = {}
         if not sequences:
@@ -230,9 +228,7 @@ class Engine:
         except Exception as error:
             _logger.debug("a pass over %d sequences failed", num_sequences, exc_info=True)
             reason = str(error).strip().split("\n", maxsplit=1)[0]
-            failure = EngineError(
-                f"computing with model {self.model.name} failed: {type(error).__name__}: {reason}"
-            )
+            failure = EngineError(f"computing with model {self.model.name} failed: {type(error).__name__}: {reason}")
             failure.__cause__ = error
             return [RoundOutput(error=failure)] * num_sequences
 

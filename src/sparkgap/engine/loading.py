@@ -11,14 +11,16 @@ from sparkgap.config import EngineConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import kv_cache_blocks
+from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
-from sparkgap.ops import KVCache, make_kernels
+from sparkgap.ops import KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
+from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class LoadedEngine:
         target: the network.
         caches: its KV caches.
         threads: compute threads.
+        quantization: of the network's weights and activations; None without.
+        speculation: the drafter; None without speculation.
     """
 
     engine: Engine
@@ -38,6 +42,8 @@ class LoadedEngine:
     target: Decoder
     caches: Seq[KVCache]
     threads: int
+    quantization: Quantization | None
+    speculation: ChosenDrafter | None
 
 
 def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) -> LoadedEngine:
@@ -49,8 +55,11 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype)
+    quantization = resolve_quantization(config, device)
     threads = config.threads or usable_cores()
-    torch.set_num_threads(threads)
+    kernels = make_kernels(device, dtype, quantization, threads)
+    # The native kernels have threads of their own, which torch's must not compete with.
+    torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
@@ -58,18 +67,20 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         target = load_target(
             checkpoint.config,
             checkpoint.weights,
-            kernels=make_kernels(device),
+            kernels=kernels,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
         )
-        caches = _allocate(config, model, max_model_len, dtype, device)
+        chosen = choose_drafter(config, target, dtype, max_model_len, progress)
+        caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
-    runner = PlainRunner(target, caches, Sampler(checkpoint.name, eos_token_ids))
+    sampler = Sampler(checkpoint.name, eos_token_ids)
+    runner = _make_runner(target, caches, sampler, chosen, draft_caches, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -107,6 +118,12 @@ def resolve_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
+def resolve_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
+    """The quantization of the settings."""
+    by_default = config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu"
+    return "w8a8" if by_default or config.quantization == "w8a8" else None
+
+
 def resolve_max_model_len(wanted: int | None, model: ModelConfig, name: str) -> int:
     """Most positions of a sequence.
 
@@ -120,14 +137,37 @@ def resolve_max_model_len(wanted: int | None, model: ModelConfig, name: str) -> 
 
 
 def _allocate(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> list[KVCache]:
-    shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+    config: EngineConfig, target: Decoder, chosen: ChosenDrafter | None, max_model_len: int
+) -> tuple[list[KVCache], list[KVCache]]:
+    """KV caches of the target and context caches of the drafter (none without one), of as many blocks each."""
+    networks = [target.config] if chosen is None else [target.config, chosen.drafter.config.backbone]
+    shapes = [(network.num_layers, network.num_kv_heads, network.head_dim) for network in networks]
     num_blocks = kv_cache_blocks(
         config,
-        block_bytes=cache_block_bytes(*shape, config.block_size, dtype),
+        block_bytes=sum(cache_block_bytes(*shape, config.block_size, target.dtype) for shape in shapes),
         max_model_len=max_model_len,
-        available_bytes=available_memory_bytes(device),
-        on_cpu=device.type == "cpu",
+        available_bytes=available_memory_bytes(target.device),
+        on_cpu=target.device.type == "cpu",
     )
-    return allocate_caches(*shape, num_blocks, config.block_size, dtype, device)
+    caches = [allocate_caches(*shape, num_blocks, config.block_size, target.dtype, target.device) for shape in shapes]
+    return caches[0], caches[1] if chosen is not None else []
+
+
+def _make_runner(
+    target: Decoder,
+    caches: Seq[KVCache],
+    sampler: Sampler,
+    chosen: ChosenDrafter | None,
+    draft_caches: Seq[KVCache],
+    max_model_len: int,
+) -> PlainRunner:
+    if chosen is None:
+        return PlainRunner(target, caches, sampler)
+    speculation = Speculation(
+        drafter=chosen.drafter,
+        caches=draft_caches,
+        num_speculative_tokens=chosen.num_speculative_tokens,
+        sample_method="probabilistic" if chosen.config.draft_sample_method == "probabilistic" else "greedy",
+        max_model_len=max_model_len,
+    )
+    return SpeculativeRunner(target, caches, sampler, speculation)

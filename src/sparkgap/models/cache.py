@@ -5,9 +5,7 @@ import torch
 from sparkgap.ops.kernels import KVCache
 
 
-def cache_block_bytes(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-) -> int:
+def cache_block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes in the caches of all layers, keys and values together."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 

@@ -26,9 +26,7 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family(None, 2048, reads_attention_bias=True, reads_mlp_bias=True),
     "MistralForCausalLM": _Family(8, 131072, windows="all"),
     "Qwen2ForCausalLM": _Family(32, 32768, qkv_bias=True, windows="by_layer"),
-    "Qwen3ForCausalLM": _Family(
-        32, 32768, head_dim=128, reads_attention_bias=True, qk_norm=True, windows="by_layer"
-    ),
+    "Qwen3ForCausalLM": _Family(32, 32768, head_dim=128, reads_attention_bias=True, qk_norm=True, windows="by_layer"),
 }
 
 _MODEL_TYPES = {

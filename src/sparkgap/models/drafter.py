@@ -42,9 +42,7 @@ class Drafter:
         max_context_length: longest context that a block can follow.
     """
 
-    def __init__(
-        self, config: DrafterConfig, kernels: Kernels, weights: DrafterWeights, rotary: RotaryTable
-    ) -> None:
+    def __init__(self, config: DrafterConfig, kernels: Kernels, weights: DrafterWeights, rotary: RotaryTable) -> None:
         self.config = config
         self.kernels = kernels
         self.weights = weights
@@ -83,6 +81,21 @@ class Drafter:
         return cls(config, kernels, weights, rotary)
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.config.name
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        return self.config.backbone.vocab_size
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Captured target layers, in the order in which they are read."""
+        return self.config.target_layer_ids
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
@@ -92,9 +105,7 @@ class Drafter:
         backbone = self.config.backbone
         return 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * self.dtype.itemsize
 
-    def context_update(
-        self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]
-    ) -> None:
+    def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]) -> None:
         """Write the context keys and values of positions that the target has computed.
 
         Args:
@@ -177,9 +188,7 @@ class Drafter:
         normed = self.kernels.rms_norm(heads, norm, self.config.backbone.rms_norm_eps)
         return self.kernels.rotary(normed, positions, self._rotary)
 
-    def _attention(
-        self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool
-    ) -> Tensor:
+    def _attention(self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool) -> Tensor:
         kernels, backbone = self.kernels, self.config.backbone
         heads, kv_heads, head_dim = backbone.num_heads, backbone.num_kv_heads, backbone.head_dim
         qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)

@@ -146,9 +146,7 @@ class DrafterConfig:
             )
         for layer in self.target_layer_ids:
             if layer < 0:
-                raise UnsupportedModelError(
-                    f"drafter {name}: it reads the target's embedding output, not a layer's"
-                )
+                raise UnsupportedModelError(f"drafter {name}: it reads the target's embedding output, not a layer's")
             if layer == layers - 1:
                 raise CheckpointError(
                     f"drafter {name}: it reads the stream after layer {layer}, the target's last, "

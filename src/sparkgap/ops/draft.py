@@ -134,9 +134,7 @@ def _latent(
         return gate * embedded, None
     if state is None:
         state = torch.zeros_like(embedded)
-    gate, candidate, output = linear(torch.cat((state, embedded, hidden), dim=-1), heads.projection).chunk(
-        3, dim=-1
-    )
+    gate, candidate, output = linear(torch.cat((state, embedded, hidden), dim=-1), heads.projection).chunk(3, dim=-1)
     keep = torch.sigmoid(gate)
     return torch.tanh(output), keep * state + (1.0 - keep) * torch.tanh(candidate)
 

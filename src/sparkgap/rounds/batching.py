@@ -27,29 +27,38 @@ class RowSpan(NamedTuple):
         return self.start + len(self.token_ids)
 
 
-def forward_batch(spans: Seq[RowSpan], block_size: int, device: torch.device) -> ForwardBatch:
+def forward_batch(
+    spans: Seq[RowSpan], block_size: int, device: torch.device, max_model_len: int | None = None
+) -> ForwardBatch:
     """A pass over `spans`, each of a different sequence and with at least one row.
 
-    A sequence's blocks must reach its span's last position.
+    A sequence's blocks must reach its span's last position, or `max_model_len`: rows from there on write no KV,
+    stand at the last position, and give nothing of use.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    tables: list[list[int]] = []
-    width = max(-(-span.end // block_size) for span in spans)
     for span in spans:
-        table = span.sequence.block_table
+        table, end = span.sequence.block_table, span.end
+        valid = end if max_model_len is None else min(end, max_model_len)
         token_ids += span.token_ids
-        positions += range(span.start, span.end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(span.start, span.end)]
-        tables.append((table + table[:1] * (width - len(table)))[:width])
+        positions += [*range(span.start, valid), *[valid - 1] * (end - valid)]
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(span.start, valid)]
+        slots += [-1] * (end - valid)
+    max_length = max(positions) + 1
+    starts = list(accumulate((len(span.token_ids) for span in spans), initial=0))
     attention = AttentionRows(
         positions=torch.tensor(positions, device=device),
-        row_starts=torch.tensor(
-            list(accumulate((len(span.token_ids) for span in spans), initial=0)), dtype=torch.int32, device=device
-        ),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        row_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        block_tables=block_tables([span.sequence.block_table for span in spans], max_length, block_size, device),
         max_rows=max(len(span.token_ids) for span in spans),
-        max_length=max(span.end for span in spans),
+        max_length=max_length,
     )
     return ForwardBatch(torch.tensor(token_ids, device=device), torch.tensor(slots, device=device), attention)
+
+
+def block_tables(tables: Seq[list[int]], max_length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """Tables side by side, int32 `[sequences, blocks of max_length]`; unused entries repeat the first block."""
+    width = max(-(-max_length // block_size), 1)
+    rows = [(table + table[:1] * (width - len(table)))[:width] for table in tables]
+    return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -70,11 +70,15 @@ class PlainRunner:
     def _compute(self, spans: Seq[RowSpan], wanted: Seq[bool]) -> list[RoundOutput]:
         """Run `spans`; the token after each span that is wanted."""
         batch = forward_batch(spans, self._block_size, self.target.device)
-        hidden = self.target.forward(batch, self.caches).hidden
+        hidden = self._forward(batch)
         outputs = self._sample_last_rows(hidden, spans, wanted) if any(wanted) else []
         for span in spans:
             span.sequence.num_computed_tokens = span.end
         return outputs
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute rows whose tokens are all committed; their hidden states `[rows, hidden_size]`."""
+        return self.target.forward(batch, self.caches).hidden
 
     def _sample_last_rows(self, hidden: Tensor, spans: Seq[RowSpan], wanted: Seq[bool]) -> list[RoundOutput]:
         rows, last_rows, end = [], [], 0
@@ -87,8 +91,7 @@ class PlainRunner:
             hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
         tokens = self.sampler.sample(self.target.logits(hidden), rows)
         return [
-            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token])
-            for token in tokens
+            RoundOutput(error=token) if isinstance(token, EngineError) else RoundOutput([token]) for token in tokens
         ]
 
 

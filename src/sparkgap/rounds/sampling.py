@@ -42,8 +42,8 @@ class Sampler:
         """
         processed = self.process(logits, rows)
         picks = self._pick(processed, rows)
-        errors = self._errors(logits, processed)
-        logprobs = _logprobs(logits, picks, [row.sequence.params.logprobs for row in rows])
+        errors = self.errors(logits, processed)
+        logprobs = token_logprobs(logits, picks, [row.sequence.params.logprobs for row in rows])
         return [
             error if error is not None else SampledToken(token_id, logprob)
             for error, token_id, logprob in zip(errors, picks.tolist(), logprobs, strict=True)
@@ -51,7 +51,11 @@ class Sampler:
 
     def target_probabilities(self, logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         """The distribution that each row's token is drawn from: float32 `[rows, vocab]`, one-hot where greedy."""
-        return probabilities(self.process(logits, rows), [row.sequence.params for row in rows])
+        return self.probabilities(self.process(logits, rows), rows)
+
+    def probabilities(self, processed: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+        """The distribution of each row, float32 `[rows, vocab]`, from what `process` made of its logits."""
+        return probabilities(processed, [row.sequence.params for row in rows])
 
     def process(self, logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         """`logits` with masks, bias and penalties applied; `logits` themselves when no row has any."""
@@ -93,7 +97,13 @@ class Sampler:
         picks[index] = _draw(logits[index], [rows[i] for i in drawn])
         return picks
 
-    def _errors(self, logits: Tensor, processed: Tensor) -> list[EngineError | None]:
+    def errors(self, logits: Tensor, processed: Tensor) -> list[EngineError | None]:
+        """For each row, why it has no token; None where it has one.
+
+        Args:
+            logits: float32 `[rows, vocab]` of the model.
+            processed: what `process` made of them.
+        """
         # A row's largest value is NaN when any is.
         best = logits.amax(-1).isfinite().tolist()
         open_rows = best if processed is logits else processed.amax(-1).isfinite().tolist()
@@ -125,8 +135,14 @@ def _draw(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     return inverse_cdf(probabilities(logits, params).nan_to_num(0.0), uniforms).clamp(max=logits.shape[-1] - 1)
 
 
-def _logprobs(logits: Tensor, picks: Tensor, wanted: Seq[int | None]) -> list[TokenLogprobs | None]:
-    """Log-softmax of the model's own logits, for the rows that want some alternatives (0: the chosen only)."""
+def token_logprobs(logits: Tensor, picks: Tensor, wanted: Seq[int | None]) -> list[TokenLogprobs | None]:
+    """Log-softmax of the model's own logits, for the rows that want some alternatives (0: the chosen only).
+
+    Args:
+        logits: float32 `[rows, vocab]` of the model.
+        picks: int64 `[rows]`, the chosen tokens.
+        wanted: number of alternatives of each row; None for no log-probabilities.
+    """
     result: list[TokenLogprobs | None] = [None] * len(wanted)
     chosen_rows = [index for index, number in enumerate(wanted) if number is not None]
     if not chosen_rows:

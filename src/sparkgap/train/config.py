@@ -99,8 +99,7 @@ class FeatureConfig:
         )
         ids = self.target_layer_ids
         _check(
-            ids is None
-            or (bool(ids) and len(set(ids)) == len(ids) and all(_is_integer(i) and i >= 0 for i in ids)),
+            ids is None or (bool(ids) and len(set(ids)) == len(ids) and all(_is_integer(i) and i >= 0 for i in ids)),
             f"target_layer_ids must be different layer ids of at least 0, got {ids!r}",
         )
 

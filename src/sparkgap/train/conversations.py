@@ -115,16 +115,12 @@ def collect(
         torch.set_num_threads(threads)
         given = turns[number * size : (number + 1) * size]
         with torch.inference_mode():
-            conversations = sampler.shard(
-                f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set
-            )
+            conversations = sampler.shard(f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set)
         if conversations is not None:
             write_shard(path, conversations)
 
     with progress.task("conversations", config.answer_tokens, "answer tokens") as bar:
-        samplers = [
-            ConversationSampler(target, template, config, layer_ids, features.top_k) for _ in range(workers)
-        ]
+        samplers = [ConversationSampler(target, template, config, layer_ids, features.top_k) for _ in range(workers)]
         pool = ThreadPoolExecutor(workers, "sampler")
         try:
             futures: deque[Future[None]] = deque()
@@ -155,7 +151,5 @@ def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[in
     if config.prompts is None:
         return []
     longest = config.max_positions // 2
-    turns = (
-        tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts))
-    )
+    turns = (tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts)))
     return [turn for turn in turns if 0 < len(turn) <= longest]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch
+from sparkgap.models.cache import allocate_caches
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.ops.kernels import AttentionRows, KVCache
@@ -75,14 +76,19 @@ def _lane_attention(queries: Tensor, cache: KVCache, lanes: Tensor, positions: T
     return torch.bmm(scores.softmax(-1), values.view(count * kv_heads, length, head_dim)).view(queries.shape)
 
 
-def lane_caches(
-    model: ModelConfig, lanes: int, capacity: int, dtype: torch.dtype, device: torch.device
-) -> list[KVCache]:
-    """One cache a layer with a block of `capacity` positions for each lane, heads before positions in memory."""
+def lane_caches(model: ModelConfig, lanes: int, capacity: int, target: Decoder) -> list[KVCache]:
+    """One cache a layer with a block of `capacity` positions for each lane.
+
+    `LaneKernels` want heads before positions in memory.
+    """
+    if not isinstance(target.kernels, LaneKernels):
+        return allocate_caches(
+            model.num_layers, model.num_kv_heads, model.head_dim, lanes, capacity, target.dtype, target.device
+        )
     shape = (lanes, model.num_kv_heads, capacity, model.head_dim)
 
     def zeros() -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
+        return torch.zeros(shape, dtype=target.dtype, device=target.device).transpose(1, 2)
 
     return [KVCache(zeros(), zeros()) for _ in range(model.num_layers)]
 
@@ -145,7 +151,7 @@ class ConversationSampler:
         self.layer_ids, self.top_k = layer_ids, top_k
         model = target.config
         self.capacity = config.max_positions
-        self.caches = lane_caches(model, config.lanes, self.capacity, target.dtype, target.device)
+        self.caches = lane_caches(model, config.lanes, self.capacity, target)
         self._prefix = self._prefill(0, template.opening)
         opening = len(template.opening)
         self._prefix_kv = [
@@ -208,9 +214,7 @@ class ConversationSampler:
         answer_temperature = draw.choice(self.config.answer_temperatures)
         opening, taps = self.template.opening, [self._prefix[0]]
         top_ids, top_logprobs = [self._prefix[1]], [self._prefix[2]]
-        lane = _Lane(
-            [*opening], len(opening) - 1, user_temperature, answer_temperature, 0, taps, top_ids, top_logprobs
-        )
+        lane = _Lane([*opening], len(opening) - 1, user_temperature, answer_temperature, 0, taps, top_ids, top_logprobs)
         for cache, (keys, values) in zip(self.caches, self._prefix_kv, strict=True):
             cache.keys[index, : len(opening)], cache.values[index, : len(opening)] = keys, values
         if user_turns is None:
@@ -246,7 +250,7 @@ class ConversationSampler:
         assert result.captured is not None
         top_ids, top_logprobs = self._top(self.target.logits(result.hidden))
         kept = count - 1 if token_ids == self.template.opening else count
-        return result.captured[:kept], top_ids[:kept], top_logprobs[:kept]
+        return result.captured[:kept].to(self.target.dtype), top_ids[:kept], top_logprobs[:kept]
 
     def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         values, ids = logits.topk(self.top_k, dim=-1)
@@ -269,10 +273,11 @@ class ConversationSampler:
             ForwardBatch(token_ids, blocks * self.capacity + positions, rows), self.caches, self.layer_ids
         )
         assert result.captured is not None
+        captured = result.captured.to(self.target.dtype)
         logits = self.target.logits(result.hidden)
         top_ids, top_logprobs = self._top(logits)
         for row, lane in enumerate(lanes):
-            lane.taps.append(result.captured[row : row + 1])
+            lane.taps.append(captured[row : row + 1])
             lane.top_ids.append(top_ids[row : row + 1])
             lane.top_logprobs.append(top_logprobs[row : row + 1])
         temperatures = [lane.answer_temperature if lane.answer_start else lane.user_temperature for lane in lanes]

@@ -196,9 +196,7 @@ class Trainer:
         hidden = replica(rows.batch)
         markov = replica.markov_states(rows.previous_tokens)
         weights = LossWeights(self.loss.cross_entropy, self.loss.total_variation)
-        result = head_loss(
-            hidden, markov, replica.markov_output(), replica.head, rows.targets, weights, normalizer
-        )
+        result = head_loss(hidden, markov, replica.markov_output(), replica.head, rows.targets, weights, normalizer)
         loss = result.loss
         if replica.shape.markov_rank and self.loss.confidence:
             logits = replica.confidence_logits(hidden, markov)

@@ -251,9 +251,7 @@ class DraftNetwork(nn.Module):
         """Normed hidden states of the rows that predict: `[blocks * (rows - lead_rows), hidden]`, compute type."""
         rotation = self._rotation(batch)
         context = self.hidden_norm(self.fc(batch.taps.to(self.dtype)), self.dtype)
-        tokens = torch.full(
-            (batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device
-        )
+        tokens = torch.full((batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device)
         tokens[:, 0] = batch.anchor_tokens
         x = self.embedding[tokens.flatten()].float()
         for layer in self.layers:

@@ -57,9 +57,7 @@ class Bar:
         if not self._progress.console.is_terminal and now - self._last_line >= _LINE_INTERVAL_S:
             self._last_line = now
             speed = (done - self._initial) / (now - self._started)
-            self._progress.log(
-                f"{self.name}: {done} of {self.total} {self.unit}, {speed:.1f} a second {note}".rstrip()
-            )
+            self._progress.log(f"{self.name}: {done} of {self.total} {self.unit}, {speed:.1f} a second {note}".rstrip())
 
     def __enter__(self) -> "Bar":
         self._rich.start()

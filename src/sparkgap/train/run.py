@@ -24,6 +24,7 @@ from sparkgap.train.conversations import collect
 from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.features import Example, Examples
+from sparkgap.ops import NativeKernels
 from sparkgap.train.generation import LaneKernels
 from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
@@ -71,8 +72,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     examples = Examples(paths)
     held_out, learned = _split(examples, config.optimization.held_out_conversations)
     progress.log(
-        f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, "
-        f"{len(held_out)} held out"
+        f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
     network = build_network(config, target, vocabulary, markov_rows, _mask_token(checkpoint, template, vocabulary))
@@ -184,7 +184,7 @@ def _open_target(
     target = load_target(
         checkpoint.config,
         checkpoint.weights,
-        kernels=LaneKernels(),
+        kernels=LaneKernels() if device.type != "cpu" else NativeKernels(workers * torch.get_num_threads(), "w8a8"),
         dtype=torch.bfloat16,
         device=device,
         max_model_len=config.conversation.max_positions,

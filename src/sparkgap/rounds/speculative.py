@@ -1,0 +1,248 @@
+"""Speculative decoding, eager: draft, propose, verify, settle, context update.
+
+One round of a sequence with P committed positions and N speculative tokens:
+
+1. *draft*: the block (anchor and mask tokens) at positions P ... reads the drafter's context KV of positions < P.
+2. *propose*: N draft tokens, each from its row's logits and the token before it.
+3. *verify*: the target computes anchor and draft tokens, N + 1 rows at positions P ... P + N.
+4. *settle*: the accepted draft tokens and the target's own token after them; P grows by as many.
+5. *context update*: the drafter's context KV of the accepted rows' positions, from the hidden states that the
+   target had there; slots of rejected rows are -1.
+
+Rejected rows leave target KV behind at positions that the next round rewrites before it reads them.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from sparkgap.errors import EngineError
+from sparkgap.models.batch import ForwardBatch
+from sparkgap.models.heads import DraftOutput, Pick, Proposal
+from sparkgap.ops.kernels import KVCache
+from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
+from sparkgap.rounds.logits import inverse_cdf, probabilities
+from sparkgap.rounds.plain import PlainRunner, Target
+from sparkgap.rounds.random import Purpose, uniform_number
+from sparkgap.rounds.sampling import Sampler
+from sparkgap.rounds.sequence import RoundOutput, Sequence
+from sparkgap.rounds.verification import Drafted, Settlement, exact_match, rejection
+
+DraftSampleMethod = Literal["greedy", "probabilistic"]
+
+CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
+"""Reason for a plain round: the drafter cannot see so many positions."""
+
+
+class BlockDrafter(Protocol):
+    """What a round needs of a drafter (`models.drafter.Drafter`)."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        ...
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Layers whose hidden states it reads."""
+        ...
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 `[draft_vocab]`, target id of each draft id; None when they are the same."""
+        ...
+
+    @property
+    def max_context_length(self) -> int:
+        """Longest context that a block can follow."""
+        ...
+
+    def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Seq[KVCache]) -> None:
+        """Write context KV of positions that the target has computed."""
+        ...
+
+    def draft(
+        self,
+        anchors: Tensor,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        caches: Seq[KVCache],
+        num_speculative_tokens: int,
+        max_length: int = 0,
+    ) -> DraftOutput:
+        """One pass over each sequence's block."""
+        ...
+
+    def propose(self, anchors: Tensor, draft: DraftOutput, pick: Pick | None = None) -> Proposal:
+        """Draft tokens of each sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a runner speculates.
+
+    Attributes:
+        drafter: proposes tokens.
+        caches: its context KV, one cache a draft layer, in blocks of the target's numbers and size.
+        num_speculative_tokens: draft tokens a round (N).
+        sample_method: for sampled requests, `greedy` drafts the most probable tokens and verifies by exact match,
+            so that the output is the one without speculation; `probabilistic` samples them and verifies by
+            rejection.
+        max_model_len: most positions of a sequence; rows beyond write no KV.
+    """
+
+    drafter: BlockDrafter
+    caches: Seq[KVCache]
+    num_speculative_tokens: int
+    sample_method: DraftSampleMethod
+    max_model_len: int
+
+
+class SpeculativeRunner(PlainRunner):
+    """Runs a target with a block drafter; sequences too long for the drafter take plain rounds, with the reason."""
+
+    def __init__(self, target: Target, caches: Seq[KVCache], sampler: Sampler, speculation: Speculation) -> None:
+        super().__init__(target, caches, sampler)
+        self.speculation = speculation
+        self.num_lookahead_tokens = speculation.num_speculative_tokens + 1
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
+        """One round of each sequence: its accepted draft tokens and the target's own."""
+        limit = self.speculation.drafter.max_context_length
+        drafted = [s for s in sequences if s.num_computed_tokens <= limit]
+        plain = [s for s in sequences if s.num_computed_tokens > limit]
+        outputs: dict[int, RoundOutput] = {}
+        if drafted:
+            outputs.update(zip((s.sequence_id for s in drafted), self._round(drafted), strict=True))
+        for sequence, output in zip(plain, super().decode(plain) if plain else [], strict=True):
+            outputs[sequence.sequence_id] = RoundOutput(
+                output.tokens, not_speculated=CONTEXT_TOO_LONG, error=output.error
+            )
+        return [outputs[sequence.sequence_id] for sequence in sequences]
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""
+        result = self.target.forward(batch, self.caches, self.speculation.drafter.target_layer_ids)
+        assert result.captured is not None
+        self._update_context(result.captured, batch.attention.positions, batch.slots)
+        return result.hidden
+
+    def _update_context(self, captured: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write context KV; positions that no block can follow are left out."""
+        drafter, caches = self.speculation.drafter, self.speculation.caches
+        beyond = positions >= drafter.max_context_length
+        drafter.context_update(captured, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1), caches)
+
+    def _round(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
+        anchors = self._integers([sequence.output_token_ids[-1] for sequence in sequences])
+        draft = self._draft(sequences, anchors)
+        sampled = self.speculation.sample_method == "probabilistic" and not all(
+            sequence.params.greedy for sequence in sequences
+        )
+        proposal, draft_probabilities = self._propose(sequences, anchors, draft, sampled)
+        drafted = [
+            Drafted(sequence, tuple(token_ids))
+            for sequence, token_ids in zip(sequences, proposal.token_ids.tolist(), strict=True)
+        ]
+        batch = self._verification_batch(drafted)
+        result = self.target.forward(batch, self.caches, self.speculation.drafter.target_layer_ids)
+        logits = self.target.logits(result.hidden)
+        if draft_probabilities is None:
+            settlements = exact_match(self.sampler, logits, drafted)
+        else:
+            settlements = rejection(self.sampler, logits, drafted, draft_probabilities)
+        assert result.captured is not None
+        self._commit(drafted, settlements, result.captured, batch)
+        finite = proposal.scores.isfinite().all(-1).tolist()
+        return [self._output(settlement, is_finite) for settlement, is_finite in zip(settlements, finite, strict=True)]
+
+    def _draft(self, sequences: Seq[Sequence], anchors: Tensor) -> DraftOutput:
+        lengths = [sequence.num_computed_tokens for sequence in sequences]
+        tables = block_tables(
+            [sequence.block_table for sequence in sequences], max(lengths), self._block_size, self.target.device
+        )
+        return self.speculation.drafter.draft(
+            anchors,
+            self._integers(lengths),
+            tables,
+            self.speculation.caches,
+            self.speculation.num_speculative_tokens,
+            max(lengths),
+        )
+
+    def _propose(
+        self, sequences: Seq[Sequence], anchors: Tensor, draft: DraftOutput, sampled: bool
+    ) -> tuple[Proposal, Tensor | None]:
+        """Draft tokens, with the distribution they are drawn from when it is needed.
+
+        That is float32 `[sequences, N, vocab]`, all mass on the token for greedy sequences.
+        """
+        drafter = self.speculation.drafter
+        if not sampled:
+            return drafter.propose(anchors, draft), None
+        steps: list[Tensor] = []
+
+        def pick(step: int, logits: Tensor) -> Tensor:
+            step_probabilities = probabilities(logits, [sequence.params for sequence in sequences]).nan_to_num(0.0)
+            steps.append(step_probabilities)
+            numbers = [uniform_number(s.seed, s.num_tokens + step, Purpose.DRAFT) for s in sequences]
+            uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+            return inverse_cdf(step_probabilities, uniforms).clamp(max=logits.shape[-1] - 1)
+
+        proposal = drafter.propose(anchors, draft, pick)
+        chosen_from = torch.stack(steps, dim=1)
+        if drafter.target_ids is None:
+            return proposal, chosen_from
+        vocabulary = torch.zeros(*chosen_from.shape[:2], drafter.vocab_size, device=chosen_from.device)
+        return proposal, vocabulary.index_copy_(2, drafter.target_ids, chosen_from)
+
+    def _verification_batch(self, drafted: Seq[Drafted]) -> ForwardBatch:
+        """Anchor and draft tokens of each sequence, N + 1 rows."""
+        spans = [
+            RowSpan(
+                draft.sequence,
+                draft.sequence.num_computed_tokens,
+                [draft.sequence.output_token_ids[-1], *draft.token_ids],
+            )
+            for draft in drafted
+        ]
+        return forward_batch(spans, self._block_size, self.target.device, self.speculation.max_model_len)
+
+    def _commit(
+        self, drafted: Seq[Drafted], settlements: Seq[Settlement], captured: Tensor, batch: ForwardBatch
+    ) -> None:
+        """Advance the sequences and write the context KV of the accepted rows."""
+        accepted = self._integers([settlement.num_accepted for settlement in settlements])
+        row = torch.arange(self.speculation.num_speculative_tokens + 1, device=accepted.device)
+        rejected = (row > accepted[:, None]).flatten()
+        self._update_context(captured, batch.attention.positions, batch.slots.masked_fill(rejected, -1))
+        for draft, settlement in zip(drafted, settlements, strict=True):
+            draft.sequence.num_computed_tokens += settlement.num_accepted + 1
+
+    def _output(self, settlement: Settlement, drafter_is_finite: bool) -> RoundOutput:
+        error = settlement.error
+        if error is None and not drafter_is_finite:
+            error = EngineError(
+                f"drafter {self.speculation.drafter.name} gave logits that are not finite numbers; its weights "
+                "may be damaged, or its values may not fit its dtype: try dtype float32, or run without speculation"
+            )
+        if error is not None:
+            return RoundOutput(error=error)
+        return RoundOutput(
+            settlement.tokens,
+            num_draft_tokens=self.speculation.num_speculative_tokens,
+            num_accepted_tokens=settlement.num_accepted,
+        )
+
+    def _integers(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.target.device)
