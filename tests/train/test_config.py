@@ -1,5 +1,7 @@
 """Settings refuse what cannot be trained, and schedules do what they say."""
 
+import itertools
+
 import pytest
 
 from sparkgap.errors import ConfigError
@@ -57,7 +59,7 @@ def test_learning_rate_rises_stays_and_falls():
     factors = [config.learning_rate_factor(step) for step in range(100)]
     assert factors[0] == pytest.approx(0.2)
     assert factors[4:60] == [1.0] * 56
-    assert all(a > b for a, b in zip(factors[61:99], factors[62:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(factors[61:]))
     assert factors[99] == pytest.approx(0.025)
 
 

@@ -55,9 +55,7 @@ def test_loss_and_gradients_equal_the_naive_ones(seed, rows, chunk, pair):
     expected, overlap, cross_entropy = naive_loss(*inputs, head, targets, weights)
     wanted = torch.autograd.grad(expected, inputs)
     fused = [x.float().requires_grad_() for x in (features, markov, w2)]
-    narrow = RowTargets(
-        targets.labels, targets.top_ids, targets.top_probabilities.float(), targets.weights.float()
-    )
+    narrow = RowTargets(targets.labels, targets.top_ids, targets.top_probabilities.float(), targets.weights.float())
     result = head_loss(*fused, head.float(), narrow, weights, float(targets.weights.sum()), chunk)
     gradients = torch.autograd.grad(result.loss, fused)
     torch.testing.assert_close(result.loss, expected.float(), rtol=1e-4, atol=1e-5)

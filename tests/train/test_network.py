@@ -39,10 +39,8 @@ def random_network(target, method, layers, kv_heads):
     draft_ids[ids] = torch.arange(90)
     rows = torch.zeros(CONFIG["vocab_size"], dtype=torch.int64)
     rows[5:200] = torch.arange(1, 196)
-    config = TrainConfig(
-        "tiny", target_out(), network=NetworkConfig(method, layers, 4, 90, 3, num_kv_heads=kv_heads)
-    )
-    network = build_network(config, target, DraftVocabulary(ids, draft_ids, 1.0), rows, 7)
+    config = TrainConfig("tiny", target_out(), network=NetworkConfig(method, layers, 4, 90, 3, num_kv_heads=kv_heads))
+    network = build_network(config, target, target.embedding[ids], DraftVocabulary(ids, draft_ids, 1.0), rows, 7)
     with torch.no_grad():
         for parameter in network.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -61,9 +59,7 @@ def target_out():
     return Path("unused")
 
 
-@pytest.mark.parametrize(
-    ("method", "layers", "kv_heads"), [("dspark", 2, None), ("dspark", 1, 4), ("dflash", 2, None)]
-)
+@pytest.mark.parametrize(("method", "layers", "kv_heads"), [("dspark", 2, None), ("dspark", 1, 4), ("dflash", 2, None)])
 @torch.no_grad()
 def test_exported_network_serves_the_trained_function(target, tmp_path, method, layers, kv_heads):
     network, vocabulary = random_network(target, method, layers, kv_heads)

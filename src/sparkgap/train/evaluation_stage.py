@@ -12,7 +12,6 @@ from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
-from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import file_turns
 from sparkgap.train.evaluate import Acceptance, serving_replay
@@ -34,7 +33,7 @@ def evaluate(
     """Acceptance on held-out conversations, and on answers to `evaluation_prompts` where they are given."""
     source = SafetensorsSource(config.out)
     checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
-    drafter = Drafter.from_checkpoint(checkpoint, target, TorchKernels(), target.dtype)
+    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
     tokens = config.network.num_speculative_tokens
     own = serving_replay(drafter, [(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out], tokens)
     report = {"held_out": _report(own, "held-out conversations", progress)}

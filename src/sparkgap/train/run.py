@@ -18,13 +18,13 @@ from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
+from sparkgap.ops import NativeKernels
 from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, token_counts
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import collect
 from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.features import Example, Examples
-from sparkgap.ops import NativeKernels
 from sparkgap.train.generation import LaneKernels
 from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
@@ -75,7 +75,9 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
-    network = build_network(config, target, vocabulary, markov_rows, _mask_token(checkpoint, template, vocabulary))
+    head = head_rows(checkpoint, target, vocabulary.ids)
+    mask_token_id = _mask_token(checkpoint, template, vocabulary)
+    network = build_network(config, target, head, vocabulary, markov_rows, mask_token_id)
     progress.log(
         f"drafter of {sum(p.numel() for p in network.parameters()) / 1e6:.1f} M trained parameters, "
         f"{vocabulary.ids.shape[0]} draft tokens cover {vocabulary.coverage:.2%} of the answers"
@@ -179,12 +181,12 @@ def _device(name: str) -> torch.device:
 def _open_target(
     config: TrainConfig, device: torch.device, workers: int, progress: Progress
 ) -> tuple[Checkpoint, Decoder]:
-    """The target in bfloat16, with the kernels that many conversations at a time want."""
+    """The target as it is served: W8A8 on a CPU, else bfloat16 with kernels for many conversations at a time."""
     checkpoint = open_checkpoint(config.target)
     target = load_target(
         checkpoint.config,
         checkpoint.weights,
-        kernels=LaneKernels() if device.type != "cpu" else NativeKernels(workers * torch.get_num_threads(), "w8a8"),
+        kernels=NativeKernels(torch.get_num_threads(), "w8a8") if device.type == "cpu" else LaneKernels(),
         dtype=torch.bfloat16,
         device=device,
         max_model_len=config.conversation.max_positions,
@@ -241,10 +243,31 @@ def _mask_token(checkpoint: Checkpoint, template: TurnTemplate, vocabulary: Draf
     return int(outside[-1]) if outside.numel() else 0
 
 
+def head_rows(checkpoint: Checkpoint, target: Decoder, ids: Tensor) -> Tensor:
+    """Rows `ids` of the target's LM head from its checkpoint: kernels may keep no copy that can be read."""
+    if target.config.tie_word_embeddings:
+        return target.embedding[ids.to(target.device)]
+    return checkpoint.weights.get("lm_head.weight")[ids].to(target.device, target.dtype)
+
+
 def build_network(
-    config: TrainConfig, target: Decoder, vocabulary: DraftVocabulary, markov_rows: Tensor, mask_token_id: int
+    config: TrainConfig,
+    target: Decoder,
+    head: Tensor,
+    vocabulary: DraftVocabulary,
+    markov_rows: Tensor,
+    mask_token_id: int,
 ) -> DraftNetwork:
-    """An untrained drafter for `target`, on its device; the same for the same seed."""
+    """An untrained drafter for `target`, on its device; the same for the same seed.
+
+    Args:
+        config: the drafter's sizes.
+        target: what it drafts for.
+        head: `[draft_vocab, hidden]`, as `head_rows`.
+        vocabulary: draft vocabulary.
+        markov_rows: row of W1 that each target token trains.
+        mask_token_id: token of the rows after the anchor.
+    """
     model, wanted = target.config, config.network
     shape = NetworkShape(
         hidden_size=model.hidden_size,
@@ -266,11 +289,10 @@ def build_network(
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(f"num_kv_heads must divide {shape.num_heads} heads, got {shape.num_kv_heads}")
     torch.manual_seed(config.seed)
-    ids = vocabulary.ids.to(target.device)
     network = DraftNetwork(
         shape,
         target.embedding,
-        target.lm_head.weight[ids],
+        head,
         mask_token_id,
         markov_rows.to(target.device),
         target.dtype,
