@@ -16,6 +16,7 @@ from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
+from sparkgap.cli.train import train
 from sparkgap.errors import SparkgapError
 
 EXIT_BAD_INPUT = 2
@@ -48,7 +49,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.add_typer(bench_app, name="bench")
