@@ -1,6 +1,6 @@
 """Settings, with all their validation. Imports no torch, so that `--help` and bad input answer at once."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -31,12 +31,15 @@ def _check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer; `True` is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float holds; `True` and NaN are none."""
+    # An integer is compared with a float exactly, where converting a huge one would raise.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -86,40 +89,40 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check(_is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
+        _check(is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
         _check(
-            _is_finite(self.temperature) and self.temperature >= 0,
+            is_finite(self.temperature) and self.temperature >= 0,
             f"temperature must be a finite number of at least 0, got {self.temperature!r}",
         )
-        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
+        _check(is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
         _check(
-            _is_integer(self.top_k) and self.top_k >= -1,
+            is_integer(self.top_k) and self.top_k >= -1,
             f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, got {self.top_k!r}",
         )
-        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
+        _check(is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
         _check(
-            self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
+            self.seed is None or (is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
             f"seed must be a 64-bit integer, got {self.seed!r}",
         )
         _check(
-            self.max_tokens is None or (_is_integer(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (is_integer(self.max_tokens) and self.max_tokens >= 1),
             f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}",
         )
         _check(
-            _is_integer(self.min_tokens)
+            is_integer(self.min_tokens)
             and self.min_tokens >= 0
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
         )
         _check(
-            self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(_is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+            _check(is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
         _check(
-            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
             f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}",
         )
         self._check_stop()
@@ -130,18 +133,18 @@ class SamplingParams:
         _check(all(isinstance(s, str) for s in stop), f"stop must be a string or strings, got {self.stop!r}")
         _check(all(stop), "stop must not contain an empty string")
         _check(
-            all(_is_integer(i) and i >= 0 for i in self.stop_token_ids or ()),
+            all(is_integer(i) and i >= 0 for i in self.stop_token_ids or ()),
             f"stop_token_ids must be token ids of at least 0, got {self.stop_token_ids!r}",
         )
 
     def _check_logit_bias(self) -> None:
         for token_id, bias in (self.logit_bias or {}).items():
             _check(
-                _is_integer(token_id) and token_id >= 0,
+                is_integer(token_id) and token_id >= 0,
                 f"logit_bias keys must be token ids of at least 0, got {token_id!r}",
             )
             _check(
-                _is_finite(bias) and -100 <= bias <= 100,
+                is_finite(bias) and -100 <= bias <= 100,
                 f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}",
             )
 
@@ -208,7 +211,7 @@ class SpeculativeConfig:
         )
         _check(
             self.num_speculative_tokens is None
-            or (_is_integer(self.num_speculative_tokens) and self.num_speculative_tokens >= 1),
+            or (is_integer(self.num_speculative_tokens) and self.num_speculative_tokens >= 1),
             f"num_speculative_tokens must be an integer of at least 1, got {self.num_speculative_tokens!r}",
         )
         _check(
@@ -271,15 +274,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
+        _check(is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_mapping(self.speculative_config))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
-            _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+            _check(is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
             value = getattr(self, name)
             _check(
-                value is None or (_is_integer(value) and value >= 1),
+                value is None or (is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
