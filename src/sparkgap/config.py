@@ -16,6 +16,15 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_LOGPROBS = 20
 """Largest number of alternatives a request may ask for at each position (vLLM's limit)."""
 
+MAX_COMPLETIONS = 16384
+"""Most completions of one prompt (vLLM's limit)."""
+
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""Range of `SamplingParams.repetition_penalty`: beyond it logits leave what float32 holds."""
+
+MAX_THREADS = 1024
+"""Most compute threads; starting very many more ends the process where no error can be caught."""
+
 SPECULATIVE_METHODS = ("dspark", "dflash")
 """Values of `SpeculativeConfig.method`, written in any case."""
 
@@ -42,6 +51,15 @@ def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def _is_unicode(text: str) -> bool:
+    """False with lone surrogates, which no model can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends. Names and meanings are vLLM's.
@@ -61,7 +79,8 @@ class SamplingParams:
         logprobs: number of most probable alternatives reported at each position; None reports none, 0 only
             the chosen token. They are log-softmax of the model's logits before any processing.
         presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, in [-2, 2].
-        repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; > 0.
+        repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; within
+            `REPETITION_PENALTIES`.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         skip_special_tokens: leave special tokens out of the text.
 
@@ -90,6 +109,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
+        _check(self.n <= MAX_COMPLETIONS, f"n must be at most {MAX_COMPLETIONS}, got {self.n}")
         _check(
             is_finite(self.temperature) and self.temperature >= 0,
             f"temperature must be a finite number of at least 0, got {self.temperature!r}",
@@ -121,23 +141,33 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+        smallest, largest = REPETITION_PENALTIES
         _check(
-            is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}",
+            is_finite(self.repetition_penalty) and smallest <= self.repetition_penalty <= largest,
+            f"repetition_penalty must be above 0, from {smallest:g} to {largest:g}, got {self.repetition_penalty!r}",
         )
         self._check_stop()
         self._check_logit_bias()
 
     def _check_stop(self) -> None:
-        stop = self.stop_strings
-        _check(all(isinstance(s, str) for s in stop), f"stop must be a string or strings, got {self.stop!r}")
-        _check(all(stop), "stop must not contain an empty string")
+        listed = self.stop is None or isinstance(self.stop, str | Sequence)
         _check(
-            all(is_integer(i) and i >= 0 for i in self.stop_token_ids or ()),
+            listed and all(isinstance(s, str) for s in self.stop_strings),
+            f"stop must be a string or strings, got {self.stop!r}",
+        )
+        _check(all(self.stop_strings), "stop must not contain an empty string")
+        _check(all(map(_is_unicode, self.stop_strings)), f"stop has a string that is not valid Unicode: {self.stop!r}")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        _check(
+            isinstance(ids, Sequence) and all(is_integer(i) and i >= 0 for i in ids),
             f"stop_token_ids must be token ids of at least 0, got {self.stop_token_ids!r}",
         )
 
     def _check_logit_bias(self) -> None:
+        _check(
+            self.logit_bias is None or isinstance(self.logit_bias, Mapping),
+            f"logit_bias must map token ids to numbers, got {self.logit_bias!r}",
+        )
         for token_id, bias in (self.logit_bias or {}).items():
             _check(
                 is_integer(token_id) and token_id >= 0,
@@ -272,7 +302,9 @@ class EngineConfig:
     allow_download: bool = True
 
     def __post_init__(self) -> None:
+        _check(isinstance(self.model, str), f"model must be a name or a path as text, got {self.model!r}")
         _check(bool(self.model), "model must not be empty")
+        _check(isinstance(self.device, str), f"device must be a name, got {self.device!r}")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check(is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
@@ -286,3 +318,7 @@ class EngineConfig:
                 value is None or (is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
+        _check(
+            self.threads is None or self.threads <= MAX_THREADS,
+            f"threads must be at most {MAX_THREADS}, got {self.threads}",
+        )
