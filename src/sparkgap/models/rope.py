@@ -94,9 +94,7 @@ class RopeConfig:
         rope = replace(rope, original_max_position_embeddings=trained)
         if rope_type == "llama3":
             low = parameters.number("low_freq_factor", above=0.0)
-            return replace(
-                rope, low_freq_factor=low, high_freq_factor=parameters.number("high_freq_factor", above=low)
-            )
+            return replace(rope, low_freq_factor=low, high_freq_factor=parameters.number("high_freq_factor", above=low))
         if rope.theta == 1.0:
             raise CheckpointError("RoPE parameter 'rope_theta' must not be 1 with yarn: all wavelengths are the same")
         return replace(
@@ -122,6 +120,11 @@ def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: to
     angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return RotaryTable(cos.to(device), sin.to(device))
+
+
+def rotary_bytes(rope: RopeConfig, head_dim: int) -> int:
+    """Bytes of one position in a table: a cosine and a sine of each pair."""
+    return rope.rotary_dim(head_dim) * torch.float32.itemsize
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -192,9 +195,7 @@ def _yarn_attention_factor(parameters: Keys, factor: float) -> float:
 
 
 def _rotary_share(parameters: Keys, outer: Keys) -> float:
-    share = parameters.number(
-        "partial_rotary_factor", outer.number("partial_rotary_factor", 1.0, above=0.0), above=0.0
-    )
+    share = parameters.number("partial_rotary_factor", outer.number("partial_rotary_factor", 1.0, above=0.0), above=0.0)
     if share > 1.0:
         raise CheckpointError(f"RoPE parameter 'partial_rotary_factor' must be at most 1, got {share}")
     return share
