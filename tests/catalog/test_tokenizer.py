@@ -407,6 +407,13 @@ def test_directories_without_a_usable_tokenizer(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
+def test_special_tokens_that_are_no_text(tmp_path: Path, trained: Backend) -> None:
+    llama3_like(trained).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "\ud800"}))
+    with pytest.raises(CheckpointError, match="eos_token is not valid Unicode"):
+        Tokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["string", "list", "jinja", "json"])
 def test_every_place_of_a_chat_template(tmp_path: Path, trained: Backend, place: str) -> None:
     llama3_like(trained).save_pretrained(tmp_path)
@@ -490,6 +497,9 @@ def test_text_parts_are_joined() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10000000) %}{% endfor %}", "[Rr]ange"),
         ("{{ 'a' + 1 }}", "str"),
+        ("{{ 2 ** 10000000000 }}", "too large"),
+        ("{{ cycler() }}", "at least one"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
     ],
 )
 def test_template_errors_carry_the_templates_words(template: str, word: str) -> None:

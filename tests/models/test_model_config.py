@@ -217,14 +217,18 @@ CONFIG_KEYS = (
 )
 
 
+def check_line(message):
+    assert "\n" not in message
+    assert len(message) < 300
+
+
 def read_or_refuse(config):
     """Either an error that names what is wrong in one line, or a configuration that a table can be made of."""
     try:
         read = ModelConfig.from_hf(config)
         table = rotary_table(read.rope, read.head_dim, 4, torch.device("cpu"))
     except (CheckpointError, UnsupportedModelError) as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 300
+        check_line(str(error))
     else:
         assert table.cos.isfinite().all()
         assert math.isfinite(read.rms_norm_eps)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_speculators, read_settings
-from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.json_files import read_json, readable
 from sparkgap.catalog.keys import Keys
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.resolve import resolve
@@ -75,7 +75,8 @@ def open_drafter(
     path = resolve(model, allow_download=allow_download, progress=progress)
     if not path.is_dir():
         raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")
-    return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
+    with readable(path):
+        return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
 
 
 def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) -> DrafterCheckpoint:

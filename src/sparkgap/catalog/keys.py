@@ -39,9 +39,7 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def integer(
-        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST_INTEGER
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST_INTEGER) -> int:
         """An integer of a range; missing without a default."""
         value = self._value(key, default)
         if not is_integer(value) or value < minimum:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkgap import __version__
-from sparkgap.cli.console import format_bytes, print_json, use_utf8_output
+from sparkgap.cli.console import format_bytes, print_json, use_utf8_output, write_text
 from sparkgap.config import EngineConfig
 
 
@@ -60,11 +60,9 @@ def _cached_models() -> list[dict[str, Any]]:
     from sparkgap.catalog.store import ModelStore
 
     store = ModelStore()
-    models = store.root / "models"
-    names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
     return [
         {"name": name, "path": str(path), "size_bytes": directory_bytes(path)}
-        for name in names
+        for name in store.folders()
         if (path := store.find(name)) is not None
     ]
 
@@ -136,4 +134,4 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
 def _print_table(rows: dict[str, str]) -> None:
     width = max(map(len, rows)) + 2
     for label, value in rows.items():
-        typer.echo(f"{label:<{width}}{value}")
+        write_text(f"{label:<{width}}{value}\n")
