@@ -525,3 +525,11 @@ def test_any_text_is_encoded_or_refused(text: str) -> None:
         tokenizer.encode(text)
     with pytest.raises(PromptError, match="surrogate"):
         tokenizer.render_chat([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("template", [5, [5], [{"name": [], "template": 5}], {"default": None}, [[]]])
+def test_chat_templates_of_no_known_form(tmp_path: Path, trained: Backend, template: Any) -> None:
+    llama3_like(trained).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match="chat_template of an unknown form"):
+        Tokenizer.from_directory(tmp_path)

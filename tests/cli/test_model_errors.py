@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.tiny_model import CONTEXT, VOCAB_SIZE, write_tiny_model
 
@@ -97,6 +99,15 @@ def test_weights_that_do_not_fit_the_configuration(
 ) -> None:
     model = write_tiny_model(tmp_path / "model", **changes)
     check_one_line(sparkgap("generate", "hi", "--model", str(model)), message)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_a_dtype_that_needs_scales(sparkgap: Callable[..., Any], tmp_path: Path, dtype: torch.dtype) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, model / "model.safetensors")
+    check_one_line(sparkgap("generate", "hi", "--model", str(model)), f"{name} is stored as")
 
 
 def test_truncated_gguf(sparkgap: Callable[..., Any], tmp_path: Path) -> None:

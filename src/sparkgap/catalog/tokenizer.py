@@ -149,7 +149,7 @@ def select_template(template: Any, where: str) -> str | None:
     if template is None or isinstance(template, str):
         return template
     if isinstance(template, list):
-        template = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
     if isinstance(template, dict):
         chosen = template.get("default", next(iter(template.values()), None))
         if isinstance(chosen, str):
