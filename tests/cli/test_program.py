@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +68,26 @@ def test_output_that_cannot_be_written(arguments: str, redirection: str, message
     assert result.stderr.startswith("sparkgap: error: ")
     assert message in result.stderr or "No space left" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_during_imports_ends_the_program_without_a_word(tmp_path: Path) -> None:
+    """Some imports swallow the exception that Ctrl-C raises; a module that does so stands in for them."""
+    package = tmp_path / "typer"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(
+        [sys.executable, "-m", "sparkgap", "--version"], env=environment, capture_output=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_interrupts_are_exceptions_again_after_imports(sparkgap: Callable[..., Any]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert sparkgap("info", "--json").status == 0
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_standard_streams_that_are_closed() -> None:

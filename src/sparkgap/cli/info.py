@@ -8,6 +8,7 @@ import typer
 
 from sparkgap import __version__
 from sparkgap.cli.console import format_bytes, print_json, use_utf8_output, write_text
+from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.config import EngineConfig
 
 
@@ -20,7 +21,8 @@ def info(
 ) -> None:
     """Show the machine and the models that are here, or the facts of one model."""
     use_utf8_output()
-    facts = machine_facts() if model is None else model_facts(model)
+    with ending_at_once():
+        facts = machine_facts() if model is None else model_facts(model)
     if as_json:
         print_json(facts)
     else:
