@@ -319,5 +319,18 @@ def test_an_interrupt_leaves_the_other_streams_running(llm):
 
 @pytest.mark.parametrize("params", [5, [None], {"n": 1}])
 def test_sampling_params_of_another_type(llm, params):
-    with pytest.raises(ConfigError, match="sampling_params must be"):
-        llm.generate([[1]], params)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ConfigError, match="sampling_params must be"):
+            call([1], params)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", [], [[]], {"role": "user", "content": "x"}, iter([])])
+def test_messages_of_another_type(llm, messages):
+    with pytest.raises(PromptError, match="messages must be a"):
+        llm.chat(messages)
+
+
+def test_template_variables_may_have_any_name(llm):
+    messages = [{"role": "user", "content": "x"}]
+    plain = llm.chat(messages, GREEDY)[0].prompt_token_ids
+    assert llm.chat(messages, GREEDY, template="x", tools=[], loop=1, range=2)[0].prompt_token_ids == plain

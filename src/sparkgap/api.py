@@ -109,6 +109,8 @@ class LLM:
         Raises:
             PromptError: the template refuses a conversation, or the model has none; and as `generate`.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Seq):
+            raise PromptError(f"messages must be a list of objects with role and content, got {messages!r}")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [self._render(conversation, template_variables) for conversation in conversations]
@@ -127,7 +129,7 @@ class LLM:
             EngineError: computing failed (raised by the iterator).
         """
         with self._lock:
-            request = self._engine.make_request(_content(prompt), sampling_params or SamplingParams())
+            request = self._engine.make_request(_content(prompt), *_as_params(sampling_params, 1))
         return self._iterate(request)
 
     def stream_chat(

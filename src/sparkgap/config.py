@@ -22,6 +22,9 @@ MAX_COMPLETIONS = 16384
 REPETITION_PENALTIES = (1e-3, 1e3)
 """Range of `SamplingParams.repetition_penalty`: beyond it logits leave what float32 holds."""
 
+MAX_BLOCK_SIZE = 4096
+"""Most positions in one KV block."""
+
 MAX_THREADS = 1024
 """Most compute threads; starting very many more ends the process where no error can be caught."""
 
@@ -312,6 +315,9 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             _check(is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+        _check(self.block_size <= MAX_BLOCK_SIZE, f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
+        for name in ("speculation", "allow_download"):
+            _check(isinstance(getattr(self, name), bool), f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
             value = getattr(self, name)
             _check(
