@@ -9,7 +9,7 @@ PROMPT ?= Explain in two sentences what a spark plug does.
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*)
+PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/* native/kernels/*)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@
 namespace sparkgap {
 
 std::map<std::string, bool> cpu_features();
-int usable_cores(const std::string& cgroup_root, const std::string& cgroup_membership);
+int usable_cores(const std::string& cgroup_root = "/sys/fs/cgroup",
+                 const std::string& cgroup_membership = "/proc/self/cgroup");
 
 }  // namespace sparkgap

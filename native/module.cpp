@@ -1,11 +1,21 @@
-// The native module: what this machine's CPU offers. Kernels of the CPU device are added beside this file.
+// The native module's face to Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "cpu_info.h"
+#include "executor.h"
+#include "pool.h"
+#include "variants.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
+using sparkgap::Executor;
+using sparkgap::Graph;
+using sparkgap::PackedWeight;
 
 NB_MODULE(_native, m) {
   m.doc() = "Sparkgap's native CPU code.";
@@ -14,4 +24,51 @@ NB_MODULE(_native, m) {
   m.def("usable_cores", &sparkgap::usable_cores, nb::arg("cgroup_root") = "/sys/fs/cgroup",
         nb::arg("cgroup_membership") = "/proc/self/cgroup",
         "Number of cores this process may use: its affinity mask, cut by the cgroup's CPU quota (at least 1).");
+  m.def("supported_variants", &sparkgap::supported_variants,
+        "Names of the kernel variants that this machine can run, best first.");
+  m.def(
+      "shutdown_pool",
+      [] {
+        const nb::gil_scoped_release released;
+        sparkgap::Pool::shared().shutdown();
+      },
+      "End the process's compute threads; the next operation starts them again.");
+
+  nb::class_<PackedWeight>(m, "PackedWeight", "A linear layer's weight in packed form.")
+      .def_ro("out_features", &PackedWeight::out_features)
+      .def_ro("in_features", &PackedWeight::in_features)
+      .def("scales", [](const PackedWeight& self) {
+        const auto values = self.scale_values();
+        return std::vector<float>(values.begin(), values.end());
+      });
+
+  nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
+      .def(nb::init<int>(), "threads"_a)
+      .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
+      .def("__len__", &Graph::size);
+
+  nb::class_<Executor>(m, "Executor", "Runs or records the CPU device's operations.")
+      .def(nb::init<int, const std::string&>(), "threads"_a, "variant"_a = "")
+      .def_prop_ro("threads", &Executor::threads)
+      .def_prop_ro("variant", &Executor::variant)
+      .def_prop_ro("capturing", &Executor::capturing)
+      .def("begin_capture", &Executor::begin_capture, "graph"_a)
+      .def("end_capture", &Executor::end_capture)
+      .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)
+      .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a)
+      .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a)
+      .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("add_rms_norm", &Executor::add_rms_norm, "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a, "sum"_a)
+      .def("rotary", &Executor::rotary, "x"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)
+      .def("kv_write", &Executor::kv_write, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a, "slots"_a)
+      .def("paged_attention", &Executor::paged_attention, "queries"_a, "cache_keys"_a, "cache_values"_a, "positions"_a,
+           "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a)
+      .def("block_attention", &Executor::block_attention, "queries"_a, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a,
+           "context_lengths"_a, "block_tables"_a, "scale"_a, "window"_a, "causal"_a, "out"_a)
+      .def("silu_mul", &Executor::silu_mul, "gate_up"_a, "out"_a)
+      .def("embed", &Executor::embed, "token_ids"_a, "table"_a, "out"_a)
+      .def("argmax", &Executor::argmax, "x"_a, "out"_a)
+      .def("convert", &Executor::convert, "x"_a, "out"_a);
+
+  nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
 }

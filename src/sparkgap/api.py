@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from sparkgap import __version__
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
@@ -16,6 +18,7 @@ from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
+from sparkgap.engine.scoring import next_token_probabilities
 from sparkgap.errors import ConfigError, EngineError, PromptError
 
 Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
@@ -138,6 +141,15 @@ class LLM:
         """Answer one conversation, giving what is new as it comes; as `stream`."""
         return self.stream(self._render(messages, template_variables), sampling_params)
 
+    def next_token_probabilities(self, prompt: Seq[int], sampling_params: SamplingParams) -> Tensor:
+        """The distribution that the token after `prompt` (token ids) is drawn from, without speculation.
+
+        Returns:
+            float32 `[vocab]`.
+        """
+        with self._lock:
+            return next_token_probabilities(self._loaded, list(prompt), sampling_params)
+
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
         loaded, target = self._loaded, self._loaded.target
@@ -152,6 +164,7 @@ class LLM:
             "file_bytes": loaded.checkpoint.size_bytes,
             "device": str(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "quantization": loaded.quantization,
             "threads": loaded.threads,
             "vocab_size": target.config.vocab_size,
             "eos_token_ids": list(self._engine.model.eos_token_ids),

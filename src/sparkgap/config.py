@@ -13,6 +13,9 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Values of `EngineConfig.dtype`; `auto` is bfloat16."""
 
+QUANTIZATIONS = ("auto", "w8a8", "none")
+"""Values of `EngineConfig.quantization`."""
+
 MAX_LOGPROBS = 20
 """Largest number of alternatives a request may ask for at each position (vLLM's limit)."""
 
@@ -86,6 +89,7 @@ class SamplingParams:
             `REPETITION_PENALTIES`.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         skip_special_tokens: leave special tokens out of the text.
+        speculation: whether an engine that speculates does so for this request.
 
     Raises:
         ConfigError: a value is out of its range; the message names the parameter.
@@ -109,6 +113,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         _check(is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
@@ -272,7 +277,11 @@ class EngineConfig:
 
     Attributes:
         model: catalog name, directory, `.gguf` file or `hf:owner/name`.
-        dtype: one of `DTYPES`, of weights, activations and KV cache.
+        dtype: one of `DTYPES`, of weights and KV cache, and of activations on accelerators (on the CPU they are
+            float32).
+        quantization: one of `QUANTIZATIONS`. `w8a8` runs matrix products on int8 weights, with a scale for each
+            output channel, and int8 activations, with a scale for each token; `auto` is `w8a8` on the CPU when
+            dtype is `auto` too, else `none`.
         device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
@@ -292,6 +301,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    quantization: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -309,6 +319,10 @@ class EngineConfig:
         _check(bool(self.model), "model must not be empty")
         _check(isinstance(self.device, str), f"device must be a name, got {self.device!r}")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(
+            self.quantization in QUANTIZATIONS,
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}",
+        )
         _check(is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_mapping(self.speculative_config))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparkgap.ops import AttentionRows, KVCache, RotaryTable, TorchKernels, make_kernels
+from sparkgap.errors import ConfigError
+from sparkgap.ops import AttentionRows, KVCache, NativeKernels, RotaryTable, TorchKernels, make_kernels
 
 KERNELS = TorchKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -291,4 +292,12 @@ def test_embed_concat_and_float32():
 
 
 def test_make_kernels():
-    assert isinstance(make_kernels(torch.device("cpu")), TorchKernels)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert isinstance(make_kernels(cpu, torch.bfloat16), NativeKernels)
+    assert make_kernels(cpu, torch.float32, "w8a8", 1).quantization == "w8a8"
+    assert isinstance(make_kernels(cpu, torch.float16), TorchKernels)
+    assert isinstance(make_kernels(meta, torch.bfloat16), TorchKernels)
+    with pytest.raises(ConfigError, match="float16"):
+        make_kernels(cpu, torch.float16, "w8a8")
+    with pytest.raises(ConfigError, match="meta"):
+        make_kernels(meta, torch.bfloat16, "w8a8")

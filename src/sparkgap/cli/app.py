@@ -8,7 +8,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sparkgap import __version__
+from sparkgap.cli.bench import bench_app
 from sparkgap.cli.chat import chat
+from sparkgap.cli.check import check
 from sparkgap.cli.console import print_error, write_text
 from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
@@ -46,9 +48,10 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
+app.add_typer(bench_app, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

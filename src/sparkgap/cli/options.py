@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from sparkgap.config import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams, SpeculativeConfig
+from sparkgap.config import DEFAULT_MODEL, DTYPES, QUANTIZATIONS, EngineConfig, SamplingParams, SpeculativeConfig
 from sparkgap.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 512
@@ -81,6 +81,9 @@ class EngineOptions:
         str, _engine("--model", "-m", help="Catalog name, model directory, .gguf file or hf:owner/name.")
     ] = DEFAULT_MODEL
     dtype: Annotated[str, _engine("--dtype", help=f"One of {', '.join(DTYPES)}.")] = "auto"
+    quantization: Annotated[
+        str, _engine("--quantization", help=f"One of {', '.join(QUANTIZATIONS)}; auto: w8a8 on the CPU.")
+    ] = "auto"
     device: Annotated[str, _engine("--device", help="auto, cpu, or an accelerator such as cuda.")] = "auto"
     max_model_len: Annotated[
         int | None, _engine("--max-model-len", help="Most tokens of prompt and answer; default: the model's own.")
@@ -114,6 +117,7 @@ class EngineOptions:
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,

@@ -15,7 +15,7 @@ NO_GRAPHS: Mapping[str, Any] = {
     "replays": {"target": 0, "draft": 0, "context": 0},
     "eager": {},
 }
-"""Counters of captured graphs; there are no graphs in this version, every pass is eager."""
+"""Counters of captured graphs. There are none yet; `eager` counts rounds outside declared capacities."""
 
 
 def footer(output: "RequestOutput", num_tokens: int) -> str:
@@ -46,7 +46,8 @@ def generation_report(output: "RequestOutput", params: SamplingParams) -> dict[s
         "completion_tokens": sum(len(completion.token_ids) for completion in output.outputs),
     }
     report["metrics"] = None if output.metrics is None else asdict(output.metrics)
-    report["graphs"] = NO_GRAPHS
+    not_speculated = {} if output.metrics is None else output.metrics.not_speculated
+    report["graphs"] = {**NO_GRAPHS, "eager": dict(not_speculated)}
     if params.n > 1:
         report["choices"] = choices
     return report

@@ -19,7 +19,7 @@ from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import check_tensors, expected_shapes, load_target
 from sparkgap.models.rope import rotary_bytes
-from sparkgap.ops import KVCache, make_kernels
+from sparkgap.ops import KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
@@ -35,6 +35,7 @@ class LoadedEngine:
         target: the network.
         caches: its KV caches.
         threads: compute threads.
+        quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
     """
 
@@ -43,6 +44,7 @@ class LoadedEngine:
     target: Decoder
     caches: Seq[KVCache]
     threads: int
+    quantization: Quantization | None
     speculation: ChosenDrafter | None
 
 
@@ -55,15 +57,18 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype)
+    quantization = resolve_quantization(config, device)
     threads = config.threads or usable_cores()
-    torch.set_num_threads(threads)
+    kernels = make_kernels(device, dtype, quantization, threads)
+    # The native kernels have threads of their own, which torch's must not compete with.
+    torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
     check_tensors(model, checkpoint.weights)
     check_model_fits(
         checkpoint.name,
-        weights_bytes=sum(prod(shape) for shape in expected_shapes(model).values()) * dtype.itemsize,
+        weights_bytes=_weights_bytes(model, dtype, quantization),
         position_bytes=cache_block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, 1, dtype)
         + rotary_bytes(model.rope, model.head_dim),
         max_model_len=max_model_len,
@@ -73,7 +78,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         target = load_target(
             checkpoint.config,
             checkpoint.weights,
-            kernels=make_kernels(device),
+            kernels=kernels,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -86,7 +91,16 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     runner = _make_runner(target, caches, sampler, chosen, draft_caches, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, chosen)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen)
+
+
+def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    """Bytes of all weights: one an element where matrix products are quantized, `dtype`'s elsewhere."""
+    total = 0
+    for name, shape in expected_shapes(model).items():
+        is_product = len(shape) == 2 and name != "model.embed_tokens.weight"
+        total += prod(shape) * (1 if quantization and is_product else dtype.itemsize)
+    return total
 
 
 def resolve_device(name: str) -> torch.device:
@@ -122,6 +136,12 @@ def resolve_dtype(name: str) -> torch.dtype:
         "float32": torch.float32,
     }
     return dtypes[name]
+
+
+def resolve_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
+    """The quantization of the settings."""
+    by_default = config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu"
+    return "w8a8" if by_default or config.quantization == "w8a8" else None
 
 
 def resolve_max_model_len(wanted: int | None, model: ModelConfig, name: str) -> int:

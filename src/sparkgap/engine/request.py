@@ -131,6 +131,6 @@ class Request:
             accepted_draft_tokens=accepted,
             acceptance_rate=accepted / verified if verified else None,
             accepted_per_round=accepted / counts.rounds if counts.rounds else None,
-            acceptance_by_position=[counts.accepted[k] / counts.verified[k] for k in sorted(counts.verified)],
+            acceptance_by_position=[counts.accepted[k] / counts.rounds for k in sorted(counts.verified)],
             not_speculated=dict(counts.not_speculated),
         )

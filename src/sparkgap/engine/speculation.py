@@ -66,8 +66,8 @@ def _path_or_name(config: EngineConfig) -> Path | str | None:
     shipped = shipped_drafter(config.model)
     if shipped is None and wanted is not None:
         raise ConfigError(
-            f"no drafter is shipped for model {config.model}; name one as the speculative model, or train one with "
-            "`sparkgap train`"
+            f"no drafter is shipped for model {config.model}; name one with --draft DIR (in Python: "
+            "speculative_config={'model': DIR}), or train one with `sparkgap train`"
         )
     return shipped
 

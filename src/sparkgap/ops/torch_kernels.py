@@ -21,8 +21,24 @@ _CHUNK_ELEMENTS = 2**17
 """Most key features in one product over several sequences on a CPU: 512 KiB in float32 stay in a core's cache."""
 
 
+_FEWEST_ROWS = {torch.float32: 8, torch.bfloat16: 2}
+"""Fewest rows of a matrix product on a CPU. Below, the libraries (MKL, oneDNN) add in another order than above."""
+
+_LENGTH_STEP = 16
+"""Attention on a CPU runs over multiples of so many keys, so that every key falls into the same vector lane whatever
+stands behind it."""
+
+_LENGTH_CHUNK = 128
+"""Values are summed over so many keys at a time. Sums over more are split by the library at places that depend on
+their length."""
+
+
 class TorchKernels(Kernels):
     """`Kernels` in eager torch.
+
+    On a CPU the shapes of products are chosen so that a row's result does not depend on the rows that stand beside
+    it, as long as fewer than 32 rows of a sequence are computed. That holds for the libraries of torch's x86-64
+    builds with AVX-512, where it is tested; other libraries may add in other orders.
 
     Args:
         linear_tile_rows: when given, every matrix product runs on exactly that many rows at a time, padded with
@@ -55,7 +71,7 @@ class TorchKernels(Kernels):
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """See `Kernels.linear`."""
         if self.linear_tile_rows is None:
-            return functional.linear(x, weight.weight, weight.bias)
+            return _linear(x, weight)
         return _tiled_linear(x, weight, self.linear_tile_rows)
 
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
@@ -157,6 +173,15 @@ class TorchKernels(Kernels):
         """See `Kernels.silu_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+
+def _linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    rows = x.shape[0]
+    fewest = _FEWEST_ROWS.get(x.dtype, 1)
+    if x.device.type != "cpu" or rows >= fewest:
+        return functional.linear(x, weight.weight, weight.bias)
+    padded = functional.pad(x, (0, 0, 0, fewest - rows))
+    return functional.linear(padded, weight.weight, weight.bias)[:rows].clone()
 
 
 def _tiled_linear(x: Tensor, weight: LinearWeight, tile_rows: int) -> Tensor:
@@ -262,9 +287,10 @@ def _causal_alone(
     """Causal attention of one sequence whose positions the host can read."""
     numbers = positions[0].tolist()
     end = max(numbers) + 1
-    start = 0 if sliding_window is None else max(min(numbers) + 1 - sliding_window, 0)
+    oldest = 0 if sliding_window is None else max(min(numbers) + 1 - sliding_window, 0)
+    start = oldest // _LENGTH_CHUNK * _LENGTH_CHUNK
     keys, values = _gather(cache, block_tables, start, end)
-    if len(numbers) == 1:
+    if len(numbers) == 1 and start == oldest:
         return _attend(queries, keys, values, None, scale)
     place = torch.arange(start, end)
     rows = positions.unsqueeze(2)
@@ -299,24 +325,47 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | Non
             enable_gqa=group > 1,
         )
         return output.transpose(1, 2).contiguous()
-    per_head = (num_sequences * kv_heads, width * group, head_dim)
+    rows = width * group
     grouped = queries.view(num_sequences, width, kv_heads, group, head_dim).transpose(1, 2)
-    grouped = _contiguous(grouped, torch.float32).view(per_head)
-    scores = torch.bmm(grouped, _by_head(keys).transpose(1, 2)).mul_(scale)
+    grouped = _contiguous(grouped, torch.float32).view(num_sequences * kv_heads, rows, head_dim)
+    on_cpu = queries.device.type == "cpu"
+    if on_cpu and rows < _FEWEST_ROWS[torch.float32]:
+        grouped = functional.pad(grouped, (0, 0, 0, _FEWEST_ROWS[torch.float32] - rows))
+    padded_length = -(-length // _LENGTH_STEP) * _LENGTH_STEP if on_cpu else length
+    scores = torch.bmm(grouped, _by_head(keys, padded_length).transpose(1, 2)).mul_(scale)
+    scores[:, :, length:] = -torch.inf
     if visible is not None:
-        hidden = visible.logical_not()[:, None, :, None, :]
-        scores.view(num_sequences, kv_heads, width, group, length).masked_fill_(hidden, -torch.inf)
-    output = torch.bmm(scores.softmax(-1), _by_head(values))
-    output = output.view(num_sequences, kv_heads, width, group, head_dim).transpose(1, 2)
+        hidden = visible.logical_not().repeat_interleave(group, dim=1).unsqueeze(1)
+        by_sequence = scores.view(num_sequences, kv_heads, -1, padded_length)
+        by_sequence[:, :, :rows, :length].masked_fill_(hidden, -torch.inf)
+    weighted = _weighted_sum(scores.softmax(-1), _by_head(values, padded_length), on_cpu)[:, :rows]
+    output = weighted.reshape(num_sequences, kv_heads, width, group, head_dim).transpose(1, 2)
     return _contiguous(output, queries.dtype).view(queries.shape)
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """`[sequences, length, kv_heads, head_dim]` as float32 `[sequences * kv_heads, length, head_dim]`.
+def _weighted_sum(weights: Tensor, values: Tensor, in_chunks: bool) -> Tensor:
+    """`weights` `[batch, rows, length]` @ `values` `[batch, length, features]`, chunk by chunk of the length."""
+    if not in_chunks or weights.shape[2] <= _LENGTH_CHUNK:
+        return torch.bmm(weights, values)
+    total = torch.bmm(weights[:, :, :_LENGTH_CHUNK], values[:, :_LENGTH_CHUNK])
+    for start in range(_LENGTH_CHUNK, weights.shape[2], _LENGTH_CHUNK):
+        part = slice(start, start + _LENGTH_CHUNK)
+        total += torch.bmm(weights[:, :, part], values[:, part])
+    return total
 
-    One sequence's heads are a view that products read in place; several have to be brought together.
+
+def _by_head(x: Tensor, padded_length: int) -> Tensor:
+    """`[sequences, length, kv_heads, head_dim]` as float32 `[sequences * kv_heads, padded_length, head_dim]`.
+
+    One sequence's heads are a view that products read in place; several have to be brought together. What is added
+    to the length is zeros.
     """
-    if x.shape[0] == 1:
+    sequences, length, heads, head_dim = x.shape
+    if length < padded_length:
+        padded = torch.zeros(sequences, heads, padded_length, head_dim, device=x.device)
+        padded[:, :, :length] = x.transpose(1, 2)
+        return padded.flatten(0, 1)
+    if sequences == 1:
         return x[0].to(torch.float32).transpose(0, 1)
     return _contiguous(x.transpose(1, 2), torch.float32).flatten(0, 1)
 

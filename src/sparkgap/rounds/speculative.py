@@ -13,7 +13,7 @@ Rejected rows leave target KV behind at positions that the next round rewrites b
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -35,6 +35,9 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
 """Reason for a plain round: the drafter cannot see so many positions."""
+
+SWITCHED_OFF = "switched off for the request"
+"""Reason for a plain round: the request's parameters say so."""
 
 
 class BlockDrafter(Protocol):
@@ -108,7 +111,7 @@ class Speculation:
 
 
 class SpeculativeRunner(PlainRunner):
-    """Runs a target with a block drafter; sequences too long for the drafter take plain rounds, with the reason."""
+    """Runs a target with a block drafter; a sequence that it does not draft for takes plain rounds, with the reason."""
 
     def __init__(self, target: Target, caches: Seq[KVCache], sampler: Sampler, speculation: Speculation) -> None:
         super().__init__(target, caches, sampler)
@@ -118,17 +121,23 @@ class SpeculativeRunner(PlainRunner):
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
         """One round of each sequence: its accepted draft tokens and the target's own."""
-        limit = self.speculation.drafter.max_context_length
-        drafted = [s for s in sequences if s.num_computed_tokens <= limit]
-        plain = [s for s in sequences if s.num_computed_tokens > limit]
-        outputs: dict[int, RoundOutput] = {}
-        if drafted:
-            outputs.update(zip((s.sequence_id for s in drafted), self._round(drafted), strict=True))
-        for sequence, output in zip(plain, super().decode(plain) if plain else [], strict=True):
-            outputs[sequence.sequence_id] = RoundOutput(
-                output.tokens, not_speculated=CONTEXT_TOO_LONG, error=output.error
-            )
-        return [outputs[sequence.sequence_id] for sequence in sequences]
+        reasons = [self._reason_against(sequence) for sequence in sequences]
+        drafted = [s for s, reason in zip(sequences, reasons, strict=True) if reason is None]
+        plain = [s for s, reason in zip(sequences, reasons, strict=True) if reason is not None]
+        from_rounds = iter(self._round(drafted) if drafted else [])
+        from_plain = iter(super().decode(plain) if plain else [])
+        return [
+            next(from_rounds) if reason is None else replace(next(from_plain), not_speculated=reason)
+            for reason in reasons
+        ]
+
+    def _reason_against(self, sequence: Sequence) -> str | None:
+        """Why a sequence takes a plain round; None when it is drafted for."""
+        if not sequence.params.speculation:
+            return SWITCHED_OFF
+        if sequence.num_computed_tokens > self.speculation.drafter.max_context_length:
+            return CONTEXT_TOO_LONG
+        return None
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""

@@ -1,0 +1,362 @@
+#include "executor.h"
+
+#include <stdexcept>
+
+#include "pool.h"
+#include "variants.h"
+
+namespace nb = nanobind;
+
+namespace sparkgap {
+
+namespace {
+
+void raise_fault(uint32_t fault) {
+  if (!fault) return;
+  std::string text;
+  const auto add = [&](Fault bit, const char* what) {
+    if (fault & bit) text += (text.empty() ? "" : "; ") + std::string(what);
+  };
+  add(kTokenOutOfRange, "a token id lies outside the embedding table");
+  add(kPositionOutOfRange, "a position lies outside the rotary table");
+  add(kSlotOutOfRange, "a slot lies outside the KV cache");
+  add(kBlockOutOfRange, "a block table names a block outside the KV cache");
+  add(kLengthOutOfRange, "a sequence is longer than its block table or the given max_length");
+  throw std::out_of_range(text);
+}
+
+bool same_shape(const Tensor& a, const Tensor& b) {
+  bool same = a.dims == b.dims;
+  for (int i = 0; same && i < a.dims; i++) same = a.shape[i] == b.shape[i];
+  return same;
+}
+
+Cache as_cache(const Tensor& keys, const Tensor& values) {
+  require(keys.is_float() && keys.dims == 4 && keys.contiguous_from(0), "cache keys",
+          "contiguous float32 or bfloat16 [num_blocks, block_size, kv_heads, head_dim]", keys);
+  require(values.type == keys.type && same_shape(keys, values) && values.contiguous_from(0), "cache values",
+          "of the keys' shape and dtype, contiguous", values);
+  require(keys.size(3) <= kLargestHeadDim, "cache keys", "of a head_dim of at most 1024", keys);
+  return {keys.data, values.data, keys.size(0), keys.size(1), keys.size(2), keys.size(3), keys.dtype()};
+}
+
+// `[..., features]` seen as rows of heads: two dimensions are rows of one head.
+HeadRows as_norm_rows(const Tensor& tensor, const char* operand) {
+  if (tensor.dims == 3) return as_head_rows(tensor, operand);
+  const Matrix m = as_matrix(tensor, operand);
+  return {m.data, m.stride, 0, m.dtype};
+}
+
+// Whoever holds the mutex may be waiting for the GIL, so nobody may wait for the mutex while holding the GIL.
+std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const nb::gil_scoped_release released;
+    lock.lock();
+  }
+  return lock;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+Graph::~Graph() {
+  for (PyObject* object : objects_) Py_DECREF(object);
+}
+
+void Graph::replay() {
+  uint32_t fault;
+  {
+    const nb::gil_scoped_release released;
+    fault = Pool::shared().run(calls_, threads_);
+  }
+  raise_fault(fault);
+}
+
+Executor::Executor(int threads, const std::string& variant) : kernels_(kernels_of(variant)), threads_(threads) {
+  if (threads < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
+}
+
+void Executor::begin_capture(std::shared_ptr<Graph> graph) {
+  if (recording_) throw std::logic_error("a capture is under way");
+  if (graph->size()) throw std::logic_error("the graph was captured before");
+  graph->threads_ = threads_;
+  recording_ = std::move(graph);
+}
+
+void Executor::end_capture() {
+  if (!recording_) throw std::logic_error("no capture is under way");
+  recording_.reset();
+}
+
+std::byte* Executor::workspace(size_t bytes) {
+  if (recording_) return recording_->workspace_.get(bytes);
+  std::byte* p = workspace_.get(bytes);
+  workspace_.keep_largest_only();
+  return p;
+}
+
+void Executor::submit(std::span<const Call> calls, std::initializer_list<const Tensor*> tensors,
+                      std::shared_ptr<const PackedWeight> weight) {
+  if (recording_) {
+    for (const Call& call : calls) recording_->calls_.push_back(call);
+    for (const Tensor* tensor : tensors) {
+      Py_INCREF(tensor->object);
+      recording_->objects_.push_back(tensor->object);
+    }
+    if (weight) recording_->weights_.push_back(std::move(weight));
+    return;
+  }
+  uint32_t fault;
+  {
+    const nb::gil_scoped_release released;
+    fault = Pool::shared().run(calls, threads_);
+  }
+  raise_fault(fault);
+}
+
+std::shared_ptr<PackedWeight> Executor::pack_linear(const Tensor& weight, const std::optional<Tensor>& bias,
+                                                    const std::string& form) {
+  const Matrix rows = as_matrix(weight, "weight");
+  auto packed = std::make_shared<PackedWeight>();
+  packed->out_features = weight.size(0), packed->in_features = weight.size(1);
+  require(packed->out_features > 0 && packed->in_features > 0, "weight", "non-empty", weight);
+  const size_t blocks = size_t(packed->out_features + kBlockChannels - 1) / kBlockChannels;
+  const size_t channels = blocks * kBlockChannels;
+  Call call;
+  if (form == "int8") {
+    // The largest possible sum, of bytes up to 255 times -127 ... 127, must fit in 32 bits.
+    require(packed->in_features <= 65536, "weight", "of at most 65536 input features for int8", weight);
+    packed->form = PackedWeight::Form::kInt8;
+    packed->packed = weight_memory_.allocate(channels * ((size_t(packed->in_features) + 3) / 4 * 4));
+    packed->scales = weight_memory_.allocate(channels * sizeof(float));
+    packed->offsets = weight_memory_.allocate(channels * sizeof(int32_t));
+    call = make_call(kernels_.pack_int8,
+                     PackInt8{rows, packed->out_features, packed->in_features, reinterpret_cast<int8_t*>(packed->packed.get()),
+                              reinterpret_cast<float*>(packed->scales.get()), reinterpret_cast<int32_t*>(packed->offsets.get())});
+  } else if (form == "bfloat16" || form == "float32") {
+    const bool wide = form == "float32";
+    packed->form = wide ? PackedWeight::Form::kFloat32 : PackedWeight::Form::kBFloat16;
+    packed->packed = weight_memory_.allocate(channels * size_t(packed->in_features) * (wide ? 4 : 2));
+    call = make_call(kernels_.pack_float, PackFloat{rows, packed->out_features, packed->in_features, packed->packed.get(),
+                                                    wide ? DType::kFloat32 : DType::kBFloat16});
+  } else {
+    throw std::invalid_argument("form must be int8, bfloat16 or float32, got " + form);
+  }
+  if (recording_) throw std::logic_error("weights cannot be packed during capture");
+  submit({&call, 1}, {&weight});
+  if (bias) {
+    const Vector values = as_vector(*bias, "bias", packed->out_features);
+    packed->bias = weight_memory_.allocate(channels * sizeof(float));
+    const Call copy = make_call(kernels_.convert_rows,
+                                ConvertRows{{const_cast<void*>(values.data), packed->out_features, values.dtype},
+                                            1,
+                                            packed->out_features,
+                                            {packed->bias.get(), packed->out_features, DType::kFloat32}});
+    submit({&copy, 1}, {&*bias});
+  }
+  return packed;
+}
+
+void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out) {
+  Matrix in = as_matrix(x, "x");
+  const Matrix result = as_matrix(out, "out");
+  const int64_t rows = x.size(0), in_features = weight->in_features, out_features = weight->out_features;
+  require(x.size(1) == in_features, "x", ("[rows, " + std::to_string(in_features) + "]").c_str(), x);
+  require(out.size(0) == rows && out.size(1) == out_features, "out", "[x's rows, out_features]", out);
+  if (rows == 0) return;
+  const auto* bias = reinterpret_cast<const float*>(weight->bias.get());
+  if (weight->form == PackedWeight::Form::kInt8) {
+    const int64_t stride = int64_t(aligned(size_t(in_features)));
+    const size_t quantized_bytes = size_t(rows * stride);
+    const auto lock = lock_without_gil(mutex_);
+    std::byte* memory = workspace(quantized_bytes + size_t(rows) * sizeof(float));
+    auto* quantized = reinterpret_cast<uint8_t*>(memory);
+    auto* scales = reinterpret_cast<float*>(memory + quantized_bytes);
+    const Call calls[] = {
+        make_call(kernels_.quantize_rows, QuantizeRows{in, rows, in_features, quantized, stride, scales}),
+        make_call(kernels_.linear_int8,
+                  LinearInt8{quantized, stride, scales, reinterpret_cast<const int8_t*>(weight->packed.get()),
+                             reinterpret_cast<const float*>(weight->scales.get()),
+                             reinterpret_cast<const int32_t*>(weight->offsets.get()), bias, result, rows, in_features,
+                             out_features}),
+    };
+    submit(calls, {&x, &out}, weight);
+    return;
+  }
+  const DType form = weight->form == PackedWeight::Form::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
+  const auto lock = lock_without_gil(mutex_);
+  Call calls[2];
+  size_t count = 0;
+  if (in.dtype == DType::kBFloat16) {
+    const Matrix wide{workspace(size_t(rows * in_features) * sizeof(float)), in_features, DType::kFloat32};
+    calls[count++] = make_call(kernels_.convert_rows, ConvertRows{in, rows, in_features, wide});
+    in = wide;
+  }
+  calls[count++] = make_call(kernels_.linear_float,
+                             LinearFloat{static_cast<const float*>(in.data), in.stride, weight->packed.get(), form, bias,
+                                         result, rows, in_features, out_features});
+  submit({calls, count}, {&x, &out}, weight);
+}
+
+void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales) {
+  const Matrix in = as_matrix(x, "x");
+  require(quantized.type == Tensor::Type::kUInt8 && quantized.dims == 2 && quantized.contiguous_from(0) &&
+              quantized.size(0) == x.size(0) && quantized.size(1) == int64_t(aligned(size_t(x.size(1)))),
+          "quantized", "contiguous uint8 [rows, features rounded up to 64]", quantized);
+  as_floats(scales, "scales");
+  require(scales.dims == 1 && scales.size(0) == x.size(0), "scales", "float32 [rows]", scales);
+  const Call call = make_call(kernels_.quantize_rows,
+                              QuantizeRows{in, x.size(0), x.size(1), static_cast<uint8_t*>(quantized.data), quantized.size(1),
+                                           static_cast<float*>(scales.data)});
+  submit({&call, 1}, {&x, &quantized, &scales});
+}
+
+void Executor::rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out) {
+  const HeadRows in = as_norm_rows(x, "x"), result = as_norm_rows(out, "out");
+  require(same_shape(x, out) && x.type == out.type, "out", "of x's shape and dtype", out);
+  const int64_t heads = x.dims == 3 ? x.size(1) : 1;
+  const Call call = make_call(kernels_.rms_norm, RmsNorm{in, {}, {}, as_vector(weight, "weight", x.size(-1)), result,
+                                                         x.size(0), heads, x.size(-1), eps});
+  submit({&call, 1}, {&x, &weight, &out});
+}
+
+void Executor::add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
+                            const Tensor& sum) {
+  const HeadRows in = as_norm_rows(x, "x");
+  for (const auto& [tensor, name] : {std::pair{&residual, "residual"}, {&out, "out"}, {&sum, "sum"}})
+    require(same_shape(x, *tensor) && x.type == tensor->type, name, "of x's shape and dtype", *tensor);
+  const int64_t heads = x.dims == 3 ? x.size(1) : 1;
+  const Call call = make_call(
+      kernels_.rms_norm, RmsNorm{in, as_norm_rows(residual, "residual"), as_norm_rows(sum, "sum"),
+                                 as_vector(weight, "weight", x.size(-1)), as_norm_rows(out, "out"), x.size(0), heads,
+                                 x.size(-1), eps});
+  submit({&call, 1}, {&x, &residual, &weight, &out, &sum});
+}
+
+void Executor::rotary(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out) {
+  const HeadRows in = as_head_rows(x, "x"), result = as_head_rows(out, "out");
+  require(same_shape(x, out) && x.type == out.type, "out", "of x's shape and dtype", out);
+  const float *cosines = as_floats(cos, "cos"), *sines = as_floats(sin, "sin");
+  require(cos.dims == 2 && 2 * cos.size(1) <= x.size(2), "cos", "[max_positions, half of the rotated features]", cos);
+  require(same_shape(cos, sin), "sin", "of cos' shape", sin);
+  const Call call = make_call(kernels_.rotary,
+                              Rotary{in, as_int64(positions, "positions", x.size(0)), cosines, sines, cos.size(0), cos.size(1),
+                                     result, x.size(0), x.size(1), x.size(2)});
+  submit({&call, 1}, {&x, &positions, &cos, &sin, &out});
+}
+
+void Executor::kv_write(const Tensor& keys, const Tensor& values, const Tensor& cache_keys, const Tensor& cache_values,
+                        const Tensor& slots) {
+  const Cache cache = as_cache(cache_keys, cache_values);
+  const HeadRows k = as_head_rows(keys, "keys"), v = as_head_rows(values, "values");
+  require(keys.size(1) == cache.kv_heads && keys.size(2) == cache.head_dim, "keys", "[rows, cache's kv_heads, head_dim]", keys);
+  require(same_shape(keys, values) && keys.type == values.type, "values", "of the keys' shape and dtype", values);
+  const Call call = make_call(kernels_.kv_write, KvWrite{k, v, cache, as_int64(slots, "slots", keys.size(0)), keys.size(0)});
+  submit({&call, 1}, {&keys, &values, &cache_keys, &cache_values, &slots});
+}
+
+void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values,
+                               const Tensor& positions, const Tensor& row_starts, const Tensor& block_tables, int64_t max_rows,
+                               int64_t max_length, float scale, int64_t window, const Tensor& out) {
+  const Cache cache = as_cache(cache_keys, cache_values);
+  const HeadRows q = as_head_rows(queries, "queries"), result = as_head_rows(out, "out");
+  const int64_t rows = queries.size(0), heads = queries.size(1);
+  require(heads % cache.kv_heads == 0 && queries.size(2) == cache.head_dim, "queries",
+          "[rows, a multiple of the cache's kv_heads, head_dim]", queries);
+  require(same_shape(queries, out) && queries.type == out.type, "out", "of the queries' shape and dtype", out);
+  const int32_t *starts = as_int32(row_starts, "row_starts"), *tables = as_int32(block_tables, "block_tables");
+  require(row_starts.dims == 1 && row_starts.size(0) >= 1, "row_starts", "[sequences + 1]", row_starts);
+  const int64_t sequences = row_starts.size(0) - 1;
+  require(block_tables.dims == 2 && block_tables.size(0) == sequences, "block_tables", "[sequences, max_blocks]", block_tables);
+  if (window < 0) throw std::invalid_argument("sliding_window must not be negative");
+  PagedAttention args{q,     cache, as_int64(positions, "positions", rows), starts, tables, sequences, rows, heads, block_tables.size(1),
+                      scale, window, result, nullptr, 0};
+  const size_t scratch = kernels_.attention_scratch_bytes(heads, cache.kv_heads, cache.head_dim);
+  // Few rows over long contexts leave threads without work unless chunks are shared out too, and read memory better chunk
+  // by chunk. Both ways join the same chunks in the same order, so the choice does not show in the result.
+  constexpr int64_t kItemRows = 16, kItemsPerThread = 8;
+  const int64_t items = sequences * cache.kv_heads * ((max_rows + kItemRows - 1) / kItemRows);
+  const int64_t chunks = (max_length + kChunkPositions - 1) / kChunkPositions;
+  const bool share_chunks = chunks > 1 && items < kItemsPerThread * threads_;
+  const auto lock = lock_without_gil(mutex_);
+  if (!share_chunks) {
+    const Call call = make_call(kernels_.paged_attention, args, scratch);
+    submit({&call, 1}, {&queries, &cache_keys, &cache_values, &positions, &row_starts, &block_tables, &out});
+    return;
+  }
+  args.max_chunks = chunks;
+  args.partial = reinterpret_cast<float*>(workspace(size_t(rows * heads * chunks * (cache.head_dim + 2)) * sizeof(float)));
+  const Call calls[] = {make_call(kernels_.paged_attention, args, scratch),
+                        make_call(kernels_.paged_attention_join, args, scratch)};
+  submit(calls, {&queries, &cache_keys, &cache_values, &positions, &row_starts, &block_tables, &out});
+}
+
+void Executor::block_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& cache_keys,
+                               const Tensor& cache_values, const Tensor& context_lengths, const Tensor& block_tables,
+                               float scale, int64_t window, bool causal, const Tensor& out) {
+  const Cache cache = as_cache(cache_keys, cache_values);
+  require(queries.dims == 4 && queries.is_float() && queries.contiguous_from(0), "queries",
+          "contiguous float32 or bfloat16 [sequences, block_rows, heads, head_dim]", queries);
+  require(same_shape(queries, out) && queries.type == out.type && out.contiguous_from(0), "out",
+          "contiguous, of the queries' shape and dtype", out);
+  const int64_t sequences = queries.size(0), block_rows = queries.size(1), heads = queries.size(2);
+  require(heads % cache.kv_heads == 0 && queries.size(3) == cache.head_dim, "queries",
+          "of a multiple of the cache's kv_heads and its head_dim", queries);
+  const auto rows_of = [&](const Tensor& t, const char* name) {
+    // The stride of a dimension of one place says nothing.
+    const int64_t row_stride = t.dims == 4 ? t.stride(block_rows == 1 ? 0 : 1) : 0;
+    require(t.dims == 4 && t.type == queries.type && t.contiguous_from(3) && t.size(0) == sequences && t.size(1) == block_rows &&
+                t.size(2) == cache.kv_heads && t.size(3) == cache.head_dim &&
+                (sequences == 1 || t.stride(0) == block_rows * row_stride),
+            name, "[sequences, block_rows, kv_heads, head_dim] of the queries' dtype with evenly spaced rows", t);
+    return HeadRows{t.data, row_stride, t.stride(2), t.dtype()};
+  };
+  // Contiguous: but strides of dimensions of one place may be anything.
+  const int64_t head_dim = cache.head_dim;
+  const HeadRows q{queries.data, heads * head_dim, head_dim, queries.dtype()};
+  const HeadRows result{out.data, heads * head_dim, head_dim, out.dtype()};
+  const int32_t* tables = as_int32(block_tables, "block_tables");
+  require(block_tables.dims == 2 && block_tables.size(0) == sequences, "block_tables", "[sequences, max_blocks]", block_tables);
+  if (window < 0) throw std::invalid_argument("sliding_window must not be negative");
+  const BlockAttention args{q, rows_of(keys, "keys"), rows_of(values, "values"), cache,
+                            as_int64(context_lengths, "context_lengths", sequences), tables, sequences, block_rows, heads,
+                            block_tables.size(1), scale, window, causal, result};
+  const Call call = make_call(kernels_.block_attention, args,
+                              kernels_.attention_scratch_bytes(heads, cache.kv_heads, cache.head_dim));
+  submit({&call, 1}, {&queries, &keys, &values, &cache_keys, &cache_values, &context_lengths, &block_tables, &out});
+}
+
+void Executor::silu_mul(const Tensor& gate_up, const Tensor& out) {
+  const Matrix in = as_matrix(gate_up, "gate_up"), result = as_matrix(out, "out");
+  require(out.size(0) == gate_up.size(0) && 2 * out.size(1) == gate_up.size(1) && out.type == gate_up.type, "out",
+          "[rows, half of gate_up's features] of its dtype", out);
+  const Call call = make_call(kernels_.silu_mul, SiluMul{in, result, out.size(0), out.size(1)});
+  submit({&call, 1}, {&gate_up, &out});
+}
+
+void Executor::embed(const Tensor& token_ids, const Tensor& table, const Tensor& out) {
+  const Matrix from = as_matrix(table, "table"), result = as_matrix(out, "out");
+  require(out.size(1) == table.size(1), "out", "[rows, the table's features]", out);
+  const Call call = make_call(kernels_.embed, Embed{as_int64(token_ids, "token_ids", out.size(0)), from, table.size(0), result,
+                                                    out.size(0), out.size(1)});
+  submit({&call, 1}, {&token_ids, &table, &out});
+}
+
+void Executor::argmax(const Tensor& x, const Tensor& out) {
+  const Matrix in = as_matrix(x, "x");
+  require(x.size(1) > 0, "x", "of at least one feature", x);
+  as_int64(out, "out", x.size(0));
+  const Call call = make_call(kernels_.argmax, Argmax{in, x.size(0), x.size(1), static_cast<int64_t*>(out.data)});
+  submit({&call, 1}, {&x, &out});
+}
+
+void Executor::convert(const Tensor& x, const Tensor& out) {
+  const Matrix in = as_matrix(x, "x"), result = as_matrix(out, "out");
+  require(same_shape(x, out), "out", "of x's shape", out);
+  const Call call = make_call(kernels_.convert_rows, ConvertRows{in, x.size(0), x.size(1), result});
+  submit({&call, 1}, {&x, &out});
+}
+
+}  // namespace sparkgap

@@ -1,0 +1,100 @@
+// The device's operations as Python calls them: each checks its operands, becomes a few kernel calls, and these run
+// at once or join the graph that is being captured.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "kernels/kernels.h"
+#include "memory.h"
+#include "tensor.h"
+
+namespace sparkgap {
+
+// A linear layer's weight in packed form.
+struct PackedWeight {
+  enum class Form { kInt8, kBFloat16, kFloat32 };
+
+  Form form;
+  int64_t out_features, in_features;
+  std::shared_ptr<std::byte> packed, scales, offsets, bias;  // int8 only: scales, offsets; bias may be null
+
+  // Int8 only: float32 [out_features].
+  std::span<const float> scale_values() const {
+    return {reinterpret_cast<const float*>(scales.get()), size_t(form == Form::kInt8 ? out_features : 0)};
+  }
+};
+
+// A recorded list of kernel calls with bound pointers. Holds what the calls point to.
+class Graph {
+ public:
+  explicit Graph(int threads) : threads_(threads) {}
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  void replay();  // GIL released while it runs
+  size_t size() const { return calls_.size(); }
+
+ private:
+  friend class Executor;
+
+  int threads_;
+  std::vector<Call> calls_;
+  std::vector<PyObject*> objects_;
+  std::vector<std::shared_ptr<const PackedWeight>> weights_;
+  Workspace workspace_;
+};
+
+class Executor {
+ public:
+  Executor(int threads, const std::string& variant);
+
+  int threads() const { return threads_; }
+  std::string variant() const { return kernels_.name; }
+
+  // Calls between these go to `graph` instead of running. Throw std::logic_error when out of order.
+  void begin_capture(std::shared_ptr<Graph> graph);
+  void end_capture();
+  bool capturing() const { return recording_ != nullptr; }
+
+  std::shared_ptr<PackedWeight> pack_linear(const Tensor& weight, const std::optional<Tensor>& bias, const std::string& form);
+  void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
+  void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales);
+  void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
+  void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
+                    const Tensor& sum);
+  void rotary(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out);
+  void kv_write(const Tensor& keys, const Tensor& values, const Tensor& cache_keys, const Tensor& cache_values,
+                const Tensor& slots);
+  void paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values, const Tensor& positions,
+                       const Tensor& row_starts, const Tensor& block_tables, int64_t max_rows, int64_t max_length, float scale,
+                       int64_t window, const Tensor& out);
+  void block_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& cache_keys,
+                       const Tensor& cache_values, const Tensor& context_lengths, const Tensor& block_tables, float scale,
+                       int64_t window, bool causal, const Tensor& out);
+  void silu_mul(const Tensor& gate_up, const Tensor& out);
+  void embed(const Tensor& token_ids, const Tensor& table, const Tensor& out);
+  void argmax(const Tensor& x, const Tensor& out);
+  void convert(const Tensor& x, const Tensor& out);
+
+ private:
+  // Runs the calls, or records them with the objects and the weight they point to.
+  void submit(std::span<const Call> calls, std::initializer_list<const Tensor*> tensors,
+              std::shared_ptr<const PackedWeight> weight = nullptr);
+  std::byte* workspace(size_t bytes);
+
+  const KernelTable& kernels_;
+  const int threads_;
+  WeightMemory weight_memory_;
+  std::shared_ptr<Graph> recording_;
+  Workspace workspace_;
+  std::mutex mutex_;  // one operation at a time uses the workspace
+};
+
+}  // namespace sparkgap

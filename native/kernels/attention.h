@@ -1,0 +1,349 @@
+// Softmax attention over chunks of positions, for a few rows and the query heads that share one KV head.
+//
+// A chunk's keys and values are staged as float32 in the order the products read them, once for all queries. Each
+// query gets its largest score, the sum of exponentials and the weighted values of the chunk; chunks are joined in
+// order. A row only ever multiplies positions it sees, so what lies elsewhere in the cache cannot reach it.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+#include "tile.h"
+#include "transpose.h"
+
+namespace sparkgap {
+namespace {
+
+constexpr int64_t kStagePositions = 64;
+constexpr int64_t kItemQueries = 48;
+constexpr int64_t kFetchDistance = 32;  // positions
+
+SPARKGAP_INLINE int64_t item_rows(int64_t group) { return larger<int64_t>(1, kItemQueries / group); }
+
+// Positions a row sees, relative to a chunk.
+struct Range {
+  int32_t begin, end;
+};
+
+// One thread's memory for one item of work.
+struct Stage {
+  int64_t head_dim, padded_dim, group;
+  float* queries;  // [queries, head_dim], scaled
+  float* keys;     // [4, head_dim, 16]
+  float* values;   // [padded_dim / 16, 64, 16]
+  float* scores;   // [queries, 128]
+  float* part;     // [queries, padded_dim] of the present chunk
+  float* total;    // the same, of all chunks so far
+  float* part_largest;
+  float* part_sum;
+  float* total_largest;
+  float* total_sum;
+  Range* ranges;  // [rows]
+
+  static int64_t most_queries(int64_t group) { return item_rows(group) * group; }
+
+  static size_t bytes(int64_t group, int64_t head_dim) {
+    const int64_t n = round_up(most_queries(group), 16), padded = round_up(head_dim, 16);
+    return size_t(4 * (n * head_dim + kStagePositions * head_dim + kStagePositions * padded + n * kChunkPositions +
+                       2 * n * padded + 4 * n + 2 * n) + 16 * 64);
+  }
+
+  Stage(std::byte* memory, int64_t group_size, int64_t dim)
+      : head_dim(dim), padded_dim(round_up(dim, 16)), group(group_size) {
+    const int64_t n = round_up(most_queries(group), 16);
+    auto take = [&](int64_t floats) {
+      float* p = reinterpret_cast<float*>(memory);
+      memory += round_up(4 * floats, 64);
+      return p;
+    };
+    queries = take(n * head_dim);
+    keys = take(kStagePositions * head_dim);
+    values = take(kStagePositions * padded_dim);
+    scores = take(n * kChunkPositions);
+    part = take(n * padded_dim);
+    total = take(n * padded_dim);
+    part_largest = take(n), part_sum = take(n), total_largest = take(n), total_sum = take(n);
+    ranges = reinterpret_cast<Range*>(take(2 * n));
+  }
+};
+
+template <class X>
+void load_queries(Stage& s, const HeadRows& from, int64_t row, int64_t rows, int64_t first_head, float scale) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t g = 0; g < s.group; g++) {
+      const X* x = static_cast<const X*>(from.data) + (row + r) * from.row_stride + (first_head + g) * from.head_stride;
+      float* q = s.queries + (r * s.group + g) * s.head_dim;
+      for (int64_t d = 0; d < s.head_dim; d += kLanes)
+        store_some(q + d, load_some(x + d, s.head_dim - d) * splat(scale), s.head_dim - d);
+    }
+  for (int64_t q = 0; q < rows * s.group; q++) s.total_largest[q] = -__builtin_inff(), s.total_sum[q] = 0;
+}
+
+// Where a chunk's keys and values lie; places count from the chunk's first.
+struct Source {
+  HeadRows keys, values;  // rows are slots of the cache, or the block's own rows
+  const int32_t* blocks;  // the sequence's block table; null when rows follow each other
+  int64_t block_size;
+  int64_t first;  // position or row of the chunk's first
+  int64_t kv_head;
+
+  // Rows of places begin ... end - 1, at their places in `rows`.
+  void find_rows(int64_t begin, int64_t end, int64_t* rows) const {
+    if (!blocks) {
+      for (int64_t i = begin; i < end; i++) rows[i] = first + i;
+      return;
+    }
+    int64_t block = (first + begin) / block_size, offset = (first + begin) % block_size;
+    for (int64_t i = begin; i < end; i++) {
+      rows[i] = int64_t(blocks[block]) * block_size + offset;
+      if (++offset == block_size) offset = 0, block++;
+    }
+  }
+  template <class C>
+  SPARKGAP_INLINE const C* key(int64_t row) const {
+    return static_cast<const C*>(keys.data) + row * keys.row_stride + kv_head * keys.head_stride;
+  }
+  template <class C>
+  SPARKGAP_INLINE const C* value(int64_t row) const {
+    return static_cast<const C*>(values.data) + row * values.row_stride + kv_head * values.head_stride;
+  }
+};
+
+SPARKGAP_INLINE Source cache_source(const Cache& cache, const int32_t* blocks, int64_t first, int64_t kv_head) {
+  const int64_t row_stride = cache.kv_heads * cache.head_dim;
+  return {{cache.keys, row_stride, cache.head_dim, cache.dtype}, {cache.values, row_stride, cache.head_dim, cache.dtype},
+          blocks, cache.block_size, first, kv_head};
+}
+
+// Features d ... d + 15 of 16 keys to out[d ... d + 15][16].
+template <class C>
+SPARKGAP_INLINE void turn_keys(const C* const* keys, int64_t d, int64_t head_dim, float* out) {
+  const int64_t left = head_dim - d;
+  Floats rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) rows[i] = load_some(keys[i] + d, left);
+  if (left >= 16) return transpose(rows, out + d * 16);
+  float columns[16 * 16];
+  transpose(rows, columns);
+  std::memcpy(out + d * 16, columns, size_t(left) * 16 * 4);
+}
+
+// The same for features d ... d + 31 in bfloat16, two at a time: half the shuffles.
+SPARKGAP_INLINE void turn_key_pairs(const BFloat16* const* keys, int64_t d, float* out) {
+  Floats rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) std::memcpy(&rows[i], keys[i] + d, sizeof rows[i]);
+  float columns[16 * 16];
+  transpose(rows, columns);
+  for (int pair = 0; pair < 16; pair++) {
+    const Floats both = load(columns + pair * 16);
+    Floats even, odd;
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; i++) {
+      even.part[i] = (FloatPart)((UIntPart)both.part[i] << 16);
+      odd.part[i] = (FloatPart)((UIntPart)both.part[i] & 0xffff0000u);
+    }
+    store(out + (d + 2 * pair) * 16, even);
+    store(out + (d + 2 * pair + 1) * 16, odd);
+  }
+}
+
+// Keys of 16 rows as [head_dim, 16]; at or past `count` they are zero.
+template <class C>
+void stage_keys(const Stage& s, const Source& source, const int64_t* rows, int64_t count, float* out) {
+  alignas(64) static const C zeros[kLargestHeadDim] = {};
+  const C* keys[16];
+  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key<C>(rows[i]) : zeros;
+  int64_t d = 0;
+  if constexpr (sizeof(C) == 2)
+    for (; d + 32 <= s.head_dim; d += 32) turn_key_pairs(keys, d, out);
+  for (; d < s.head_dim; d += 16) turn_keys(keys, d, s.head_dim, out);
+}
+
+template <class C>
+void stage_values(const Stage& s, const Source& source, const int64_t* rows, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) {
+    const C* value = source.value<C>(rows[i]);
+    for (int64_t d = 0; d < s.head_dim; d += 16)
+      store(s.values + d * kStagePositions + i * 16, load_some(value + d, s.head_dim - d));
+  }
+}
+
+// Rows of one head are too far apart for the hardware to see the pattern.
+template <class C>
+SPARKGAP_INLINE void fetch_ahead(const C* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += int64_t(64 / sizeof(C))) __builtin_prefetch(row + d, 0, 2);
+}
+
+template <class C>
+void fetch_rows(const Stage& s, const Source& source, const int64_t* rows, int64_t begin, int64_t end, int64_t limit) {
+  for (int64_t i = begin; i < smaller(end, limit); i++) {
+    fetch_ahead(source.key<C>(rows[i]), s.head_dim);
+    fetch_ahead(source.value<C>(rows[i]), s.head_dim);
+  }
+  asm volatile("");  // GCC 12 drops calls of a function that does nothing but prefetch
+}
+
+// Scores to weights for one query; returns its largest score and the sum of weights.
+inline void soften(float* scores, Range range, float* largest_out, float* sum_out) {
+  const int64_t begin = range.begin / 16 * 16, end = round_up(range.end, 16);
+  for (int64_t i = begin; i < range.begin; i++) scores[i] = -__builtin_inff();
+  for (int64_t i = range.end; i < end; i++) scores[i] = -__builtin_inff();
+  Floats most = splat(-__builtin_inff());
+  for (int64_t i = begin; i < end; i += 16) most = larger(most, load(scores + i));
+  const float top = largest(most);
+  Floats total = splat(0.0f);
+  for (int64_t i = begin; i < end; i += 16) {
+    const Floats weight = exp(load(scores + i) - splat(top));
+    store(scores + i, weight);
+    total = total + weight;
+  }
+  *largest_out = top;
+  *sum_out = sum(total);
+}
+
+// part += weights * values over the staged positions [begin, end) of those each row sees.
+inline void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t begin, int64_t end) {
+  const int64_t blocks = s.padded_dim / 16;
+  auto add = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+    if (from >= to) return;
+    multiply_tiles(count * s.group, s.scores + row * s.group * kChunkPositions + first + from, kChunkPositions,
+                   s.values + from * 16, kStagePositions * 16, blocks, to - from, s.part + row * s.group * s.padded_dim,
+                   s.padded_dim, true);
+  };
+  auto clip = [&](int64_t position) { return larger(begin, smaller(end, position - first)); };
+  int64_t common_begin = begin, common_end = end;
+  for (int64_t r = 0; r < rows; r++) {
+    common_begin = larger(common_begin, clip(s.ranges[r].begin));
+    common_end = smaller(common_end, clip(s.ranges[r].end));
+  }
+  if (common_begin >= common_end) {
+    for (int64_t r = 0; r < rows; r++) add(r, 1, clip(s.ranges[r].begin), clip(s.ranges[r].end));
+    return;
+  }
+  for (int64_t r = 0; r < rows; r++) add(r, 1, clip(s.ranges[r].begin), common_begin);
+  add(0, rows, common_begin, common_end);
+  for (int64_t r = 0; r < rows; r++) add(r, 1, common_end, clip(s.ranges[r].end));
+}
+
+// One chunk for all rows of the item; `s.ranges` says what each sees of it. Gives `part`, `part_largest`, `part_sum`
+// of the rows that see any.
+//
+// `ahead`, when given, is the chunk this thread comes to next, of which `ahead_end` places will be read: they are
+// fetched into the cache meanwhile, and `fetched` says that this was done for the present chunk.
+inline void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetched = false, const Source* ahead = nullptr,
+                         int64_t ahead_end = 0) {
+  const int64_t queries = rows * s.group;
+  int64_t begin = kChunkPositions, end = 0;
+  for (int64_t r = 0; r < rows; r++)
+    if (s.ranges[r].begin < s.ranges[r].end) {
+      begin = smaller<int64_t>(begin, s.ranges[r].begin);
+      end = larger<int64_t>(end, s.ranges[r].end);
+    }
+  if (begin >= end) return;
+  begin = begin / 16 * 16;
+  const bool wide = source.keys.dtype == DType::kFloat32;
+  int64_t places[kChunkPositions];
+  source.find_rows(begin, end, places);
+  int64_t places_ahead[kChunkPositions];
+  if (ahead) ahead->find_rows(0, ahead_end, places_ahead);
+  const auto fetch = [&](const Source& from, const int64_t* at, int64_t from_place, int64_t count, int64_t limit) {
+    if (wide) fetch_rows<float>(s, from, at, from_place, from_place + count, limit);
+    else fetch_rows<BFloat16>(s, from, at, from_place, from_place + count, limit);
+  };
+  if (!fetched) fetch(source, places, begin, kFetchDistance, end);
+  for (int64_t first = begin; first < end; first += kStagePositions) {
+    const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = first + b * 16;
+      float* out = s.keys + b * s.head_dim * 16;
+      if (!fetched) fetch(source, places, at + kFetchDistance, 16, end);
+      if (ahead) fetch(*ahead, places_ahead, at, 16, ahead_end);
+      if (wide) stage_keys<float>(s, source, places + at, end - at, out);
+      else stage_keys<BFloat16>(s, source, places + at, end - at, out);
+    }
+    multiply_tiles(queries, s.queries, s.head_dim, s.keys, s.head_dim * 16, blocks, s.head_dim, s.scores + first,
+                   kChunkPositions, false);
+  }
+  for (int64_t r = 0; r < rows; r++)
+    if (s.ranges[r].begin < s.ranges[r].end)
+      for (int64_t q = r * s.group; q < (r + 1) * s.group; q++)
+        soften(s.scores + q * kChunkPositions, s.ranges[r], s.part_largest + q, s.part_sum + q);
+  std::memset(s.part, 0, size_t(queries * s.padded_dim) * 4);
+  for (int64_t first = begin; first < end; first += kStagePositions) {
+    const int64_t count = smaller(kStagePositions, end - first);
+    int64_t low = kStagePositions, high = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t b = larger<int64_t>(0, s.ranges[r].begin - first), e = smaller<int64_t>(count, s.ranges[r].end - first);
+      if (b < e) low = smaller(low, b), high = larger(high, e);
+    }
+    if (low >= high) continue;
+    if (wide) stage_values<float>(s, source, places + first, low, high);
+    else stage_values<BFloat16>(s, source, places + first, low, high);
+    weigh_values(s, rows, first, low, high);
+  }
+}
+
+// total = total joined with part.
+inline void join(float* total, float* total_largest, float* total_sum, const float* part, float part_largest,
+                          float part_sum, int64_t head_dim) {
+  if (*total_sum == 0 && *total_largest == -__builtin_inff()) {
+    std::memcpy(total, part, size_t(head_dim) * 4);
+    *total_largest = part_largest, *total_sum = part_sum;
+    return;
+  }
+  const float top = larger(*total_largest, part_largest);
+  const Floats old_factor = exp(splat(*total_largest - top)), new_factor = exp(splat(part_largest - top));
+  float old_lanes[kLanes], new_lanes[kLanes];
+  store(old_lanes, old_factor), store(new_lanes, new_factor);
+  *total_sum = fma(*total_sum, old_lanes[0], part_sum * new_lanes[0]);
+  *total_largest = top;
+  for (int64_t d = 0; d < head_dim; d += kLanes)
+    store_some(total + d,
+               fma(load_some(total + d, head_dim - d), old_factor, load_some(part + d, head_dim - d) * new_factor),
+               head_dim - d);
+}
+
+SPARKGAP_INLINE void join_rows(Stage& s, int64_t rows) {
+  for (int64_t r = 0; r < rows; r++)
+    if (s.ranges[r].begin < s.ranges[r].end)
+      for (int64_t q = r * s.group; q < (r + 1) * s.group; q++)
+        join(s.total + q * s.padded_dim, s.total_largest + q, s.total_sum + q, s.part + q * s.padded_dim, s.part_largest[q],
+             s.part_sum[q], s.head_dim);
+}
+
+// total / sum; a row that sees nothing gives zeros.
+template <class X>
+SPARKGAP_INLINE void write_query(X* out, const float* total, float total_largest, float total_sum, int64_t head_dim) {
+  const bool empty = total_sum == 0 && total_largest == -__builtin_inff();
+  for (int64_t d = 0; d < head_dim; d += kLanes)
+    store_some(out + d, empty ? splat(0.0f) : load_some(total + d, head_dim - d) / splat(total_sum), head_dim - d);
+}
+
+template <class X>
+void write_rows(const Stage& s, const HeadRows& to, int64_t row, int64_t rows, int64_t first_head) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t g = 0; g < s.group; g++) {
+      const int64_t q = r * s.group + g;
+      write_query(static_cast<X*>(to.data) + (row + r) * to.row_stride + (first_head + g) * to.head_stride,
+                  s.total + q * s.padded_dim, s.total_largest[q], s.total_sum[q], s.head_dim);
+    }
+}
+
+// True when positions [begin, end) of the sequence lie in blocks that exist; reports a fault otherwise.
+SPARKGAP_INLINE bool blocks_exist(const Cache& cache, const int32_t* blocks, int64_t max_blocks, int64_t begin, int64_t end,
+                                  Worker worker) {
+  if (begin >= end) return true;
+  const int64_t last = (end - 1) / cache.block_size;
+  if (last >= max_blocks) {
+    worker.report(kLengthOutOfRange);
+    return false;
+  }
+  for (int64_t b = begin / cache.block_size; b <= last; b++)
+    if (blocks[b] < 0 || blocks[b] >= cache.num_blocks) {
+      worker.report(kBlockOutOfRange);
+      return false;
+    }
+  return true;
+}
+
+}  // namespace
+}  // namespace sparkgap

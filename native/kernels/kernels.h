@@ -1,0 +1,205 @@
+// The kernels of the CPU device: their operands, and the table of them that each instruction set brings.
+//
+// Every kernel is row-independent: a row's result has the same bits whatever rows stand beside it and however many
+// threads run. No kernel splits a sum between threads, and the order of each sum is fixed by positions alone.
+#pragma once
+#include <cstdint>
+
+#include "../call.h"
+
+namespace sparkgap {
+
+enum class DType : int32_t { kFloat32, kBFloat16 };
+
+// Rows of float32 or bfloat16, each contiguous, `stride` elements apart.
+struct Matrix {
+  void* data;
+  int64_t stride;
+  DType dtype;
+};
+
+// `[rows, heads, width]` with a stride (in elements) for each of the first two.
+struct HeadRows {
+  void* data;
+  int64_t row_stride;
+  int64_t head_stride;
+  DType dtype;
+};
+
+// A contiguous vector.
+struct Vector {
+  const void* data;
+  DType dtype;
+};
+
+// Weights are packed in blocks of 16 output channels, so that one vector holds the same inputs' weights of 16
+// channels. Widths are padded with zeros.
+constexpr int64_t kBlockChannels = 16;
+constexpr int64_t kQuantizedAlignment = 64;  // bytes between rows of quantized activations are a multiple of this
+
+// int8 weights `[out / 16, in / 4, 16, 4]`, `scales` float32 `[out]`, from rows of float32 or bfloat16.
+// Scale = largest magnitude / 127; weight = round(value / scale), ties to even, in -127 ... 127.
+struct PackInt8 {
+  Matrix weight;
+  int64_t out_features, in_features;
+  int8_t* packed;
+  float* scales;
+  int32_t* offsets;  // [out], -128 * sum of the channel's weights: what activations' zero point adds
+};
+
+// Weights `[out / 16, in, 16]` in float32 or bfloat16.
+struct PackFloat {
+  Matrix weight;
+  int64_t out_features, in_features;
+  void* packed;
+  DType packed_dtype;
+};
+
+// Activations as bytes: round(x * (127 / largest magnitude of the row)) + 128; scale = largest magnitude / 127.
+struct QuantizeRows {
+  Matrix x;
+  int64_t rows, features;
+  uint8_t* quantized;  // rows `quantized_stride` apart, padding is 128
+  int64_t quantized_stride;
+  float* scales;
+};
+
+// float(int32 dot product) * (row scale * channel scale) + bias.
+struct LinearInt8 {
+  const uint8_t* quantized;
+  int64_t quantized_stride;
+  const float* row_scales;
+  const int8_t* packed;
+  const float* channel_scales;
+  const int32_t* offsets;
+  const float* bias;  // may be null
+  Matrix out;
+  int64_t rows, in_features, out_features;
+};
+
+// float32 rows `x`, float32 accumulation in order of the inputs.
+struct LinearFloat {
+  const float* x;
+  int64_t x_stride;
+  const void* packed;
+  DType packed_dtype;
+  const float* bias;  // may be null
+  Matrix out;
+  int64_t rows, in_features, out_features;
+};
+
+struct ConvertRows {
+  Matrix x;
+  int64_t rows, features;
+  Matrix out;
+};
+
+// sum = x + residual (when given, rounded to its dtype); out = sum / sqrt(mean(sum^2) + eps) * weight.
+struct RmsNorm {
+  HeadRows x;
+  HeadRows residual;  // data may be null
+  HeadRows sum;       // where the residual is given
+  Vector weight;
+  HeadRows out;
+  int64_t rows, heads, features;
+  float eps;
+};
+
+struct Rotary {
+  HeadRows x;
+  const int64_t* positions;
+  const float* cos;  // [max_positions, half]
+  const float* sin;
+  int64_t max_positions, half;
+  HeadRows out;
+  int64_t rows, heads, features;
+};
+
+struct Cache {
+  void* keys;  // [num_blocks, block_size, kv_heads, head_dim]
+  void* values;
+  int64_t num_blocks, block_size, kv_heads, head_dim;
+  DType dtype;
+};
+
+struct KvWrite {
+  HeadRows keys, values;
+  Cache cache;
+  const int64_t* slots;
+  int64_t rows;
+};
+
+struct SiluMul {
+  Matrix gate_up;
+  Matrix out;
+  int64_t rows, features;
+};
+
+struct Embed {
+  const int64_t* token_ids;
+  Matrix table;
+  int64_t vocab_size;
+  Matrix out;
+  int64_t rows, features;
+};
+
+struct Argmax {
+  Matrix x;
+  int64_t rows, features;
+  int64_t* out;
+};
+
+// Attention's softmax runs over chunks of positions counted from 0 (and a block's own rows as chunks after them).
+// Each chunk gives its largest score, sum and weighted values; chunks are joined one after another.
+constexpr int64_t kChunkPositions = 128;
+constexpr int64_t kLargestHeadDim = 1024;
+
+struct PagedAttention {
+  HeadRows queries;
+  Cache cache;
+  const int64_t* positions;     // [rows]
+  const int32_t* row_starts;    // [sequences + 1]
+  const int32_t* block_tables;  // [sequences, max_blocks]
+  int64_t sequences, rows, heads, max_blocks;
+  float scale;
+  int64_t window;  // 0: none
+  HeadRows out;
+  // Partial results when chunks are shared between threads: [rows, heads, max_chunks, head_dim + 2]; null when not.
+  float* partial;
+  int64_t max_chunks;
+};
+
+struct BlockAttention {
+  HeadRows queries;  // rows = sequences * block_rows
+  HeadRows keys, values;
+  Cache cache;
+  const int64_t* context_lengths;  // [sequences]
+  const int32_t* block_tables;
+  int64_t sequences, block_rows, heads, max_blocks;
+  float scale;
+  int64_t window;
+  bool causal;  // a row sees itself and the block's rows before it, not those after
+  HeadRows out;
+};
+
+struct KernelTable {
+  const char* name;
+  Kernel<PackInt8> pack_int8;
+  Kernel<PackFloat> pack_float;
+  Kernel<QuantizeRows> quantize_rows;
+  Kernel<LinearInt8> linear_int8;
+  Kernel<LinearFloat> linear_float;
+  Kernel<ConvertRows> convert_rows;
+  Kernel<RmsNorm> rms_norm;
+  Kernel<Rotary> rotary;
+  Kernel<KvWrite> kv_write;
+  Kernel<SiluMul> silu_mul;
+  Kernel<Embed> embed;
+  Kernel<Argmax> argmax;
+  Kernel<PagedAttention> paged_attention;
+  Kernel<PagedAttention> paged_attention_join;  // second step when `partial` is given
+  Kernel<BlockAttention> block_attention;
+  size_t (*attention_scratch_bytes)(int64_t heads, int64_t kv_heads, int64_t head_dim);
+};
+
+}  // namespace sparkgap

@@ -1,0 +1,267 @@
+#include "kernels.h"
+#include "simd.h"
+#include "variant.h"
+
+namespace sparkgap::SPARKGAP_VARIANT {
+namespace {
+
+SPARKGAP_INLINE uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & 0x7fffffff;
+}
+
+template <class T>
+void pack_blocks(const PackInt8& args, Worker worker) {
+  const int64_t blocks = (args.out_features + 15) / 16, groups = (args.in_features + 3) / 4;
+  for (int64_t block = worker.index; block < blocks; block += worker.count) {
+    int8_t* packed = args.packed + block * groups * 64;
+    for (int64_t lane = 0; lane < 16; lane++) {
+      const int64_t channel = block * 16 + lane;
+      const bool real = channel < args.out_features;
+      const T* row = static_cast<const T*>(args.weight.data) + (real ? channel : 0) * args.weight.stride;
+      uint32_t most = 0;  // as bits, so that a NaN is the largest and reaches the scale
+      for (int64_t k = 0; real && k < args.in_features; k++) most = larger(most, magnitude_bits(to_float(row[k])));
+      float magnitude;
+      std::memcpy(&magnitude, &most, sizeof most);
+      const float scale = magnitude / 127.0f;
+      int32_t total = 0;
+      for (int64_t k = 0; k < groups * 4; k++) {
+        int32_t q = 0;
+        if (real && k < args.in_features && scale > 0) q = int32_t(__builtin_rintf(to_float(row[k]) / scale));
+        q = larger(-127, smaller(127, q));
+        packed[k / 4 * 64 + lane * 4 + k % 4] = int8_t(q);
+        total += q;
+      }
+      if (real) args.scales[channel] = scale, args.offsets[channel] = -128 * total;
+    }
+  }
+}
+
+template <class T>
+SPARKGAP_INLINE void quantize_row(const T* x, int64_t features, uint8_t* out, int64_t out_bytes, float* scale_out) {
+  // Magnitudes compare as integers, so that a NaN is the largest and reaches the scale.
+  UIntPart most[kParts] = {};
+  for (int64_t k = 0; k < features; k += kLanes) {
+    const Floats v = load_some(x + k, features - k);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; i++) {
+      const IntPart magnitude = (IntPart)v.part[i] & 0x7fffffff;
+      most[i] = (UIntPart)(magnitude > (IntPart)most[i] ? magnitude : (IntPart)most[i]);
+    }
+  }
+  uint32_t bits = 0;
+  for (int i = 0; i < kParts; i++)
+    for (int lane = 0; lane < kPartLanes; lane++) bits = larger(bits, uint32_t(most[i][lane]));
+  float magnitude;
+  std::memcpy(&magnitude, &bits, sizeof bits);
+  *scale_out = magnitude / 127.0f;
+  const Floats inverse = splat(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+  for (int64_t k = 0; k < out_bytes; k += kLanes) {
+    const Floats scaled = round_to_even(at_most(at_least(load_some(x + k, larger<int64_t>(0, smaller<int64_t>(features - k, kLanes))) * inverse, -127.0f), 127.0f));
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; i++) {
+      const UIntPart q = (UIntPart)(__builtin_convertvector(scaled.part[i], IntPart) + 128);
+      typedef uint8_t Bytes __attribute__((vector_size(kPartLanes)));
+      const Bytes bytes = __builtin_convertvector(q, Bytes);
+      std::memcpy(out + k + i * kPartLanes, &bytes, sizeof bytes);
+    }
+  }
+}
+
+template <class T>
+void quantize(const QuantizeRows& args, Worker worker) {
+  for (int64_t row = worker.index; row < args.rows; row += worker.count)
+    quantize_row(static_cast<const T*>(args.x.data) + row * args.x.stride, args.features,
+                 args.quantized + row * args.quantized_stride, args.quantized_stride, args.scales + row);
+}
+
+// Int32 sums of 16 channels for one row, in the form each instruction set accumulates them.
+#if defined(__AVX512VNNI__)
+
+constexpr int kMaxRows = 12, kMaxBlocks = 2;
+constexpr int kRowBlocks = 4;  // blocks of channels a single row takes together
+
+// Rows 0 ... 5 from a pointer, as addresses that need no register of their own.
+struct SixRows {
+  const uint8_t* at;
+  int64_t stride, three, five;
+
+  SixRows(const uint8_t* rows, int64_t row_stride) : at(rows), stride(row_stride), three(3 * row_stride), five(5 * row_stride) {
+    // Otherwise the compiler keeps a pointer for every row, more than there are registers.
+    asm("" : "+r"(three), "+r"(five));
+  }
+  SPARKGAP_INLINE __m512i four_of(int r) const {
+    const int64_t offset = r == 3 ? three : r == 5 ? five : r * stride;
+    int32_t four;
+    std::memcpy(&four, at + offset, 4);
+    return _mm512_set1_epi32(four);
+  }
+};
+
+// Not inlined: what surrounds it would take registers from the accumulators.
+template <int R, int B>
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const* offsets, Ints (*out)[B]) {
+  IntPart acc[R][B];  // of the type the instruction takes: with another, the compiler copies them in every step
+#pragma GCC unroll 4
+  for (int b = 0; b < B; b++) {
+    const IntPart offset = (IntPart)_mm512_loadu_si512(offsets[b]);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) acc[r][b] = offset;
+  }
+  SixRows low(q, q_stride), high(q + 6 * q_stride, q_stride);
+  const int64_t block_bytes = groups * 64;
+  for (const int8_t* end = packed + block_bytes; packed != end; packed += 64, low.at += 4, high.at += 4) {
+    __m512i w[B];
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+      w[b] = _mm512_loadu_si512(packed + b * block_bytes);
+      __builtin_prefetch(packed + b * block_bytes + 1024);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const __m512i x = r < 6 ? low.four_of(r) : high.four_of(r - 6);
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) acc[r][b] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc[r][b], x, w[b]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) out[r][b].part[0] = acc[r][b];
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kMaxRows = 4, kMaxBlocks = 1;
+constexpr int kRowBlocks = 2;
+
+// Without VNNI: unsigned times signed bytes add up in pairs with saturation, so the activation's sign moves to the
+// weight; magnitudes of at most 127 then cannot saturate.
+template <int R, int B>
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const*, Ints (*out)[B]) {
+  __m256i acc[R][B][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) acc[r][b][0] = acc[r][b][1] = _mm256_setzero_si256();
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int64_t g = 0; g < groups; g++) {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+      const int8_t* weights = packed + (b * groups + g) * 64;
+      const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
+      const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 32));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t four;
+        std::memcpy(&four, q + r * q_stride + g * 4, 4);
+        const __m256i x = _mm256_set1_epi32(four ^ int32_t(0x80808080));
+        const __m256i magnitude = _mm256_abs_epi8(x);
+        acc[r][b][0] = _mm256_add_epi32(
+            acc[r][b][0], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w0, x)), ones));
+        acc[r][b][1] = _mm256_add_epi32(
+            acc[r][b][1], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w1, x)), ones));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++)
+      for (int half = 0; half < 2; half++) out[r][b].part[half] = (IntPart)acc[r][b][half];
+}
+
+#else
+
+constexpr int kMaxRows = 4, kMaxBlocks = 1;
+constexpr int kRowBlocks = 1;
+
+template <int R, int B>
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                    const int32_t* const*, Ints (*out)[B]) {
+  static_assert(B == 1);
+  int32_t acc[R][16] = {};
+  for (int64_t g = 0; g < groups; g++) {
+    const int8_t* w = packed + g * 64;
+    for (int r = 0; r < R; r++) {
+      int16_t x[4];
+      for (int j = 0; j < 4; j++) x[j] = int16_t(q[r * q_stride + g * 4 + j] - 128);
+      for (int c = 0; c < 16; c++)
+        acc[r][c] += w[c * 4] * x[0] + w[c * 4 + 1] * x[1] + w[c * 4 + 2] * x[2] + w[c * 4 + 3] * x[3];
+    }
+  }
+  for (int r = 0; r < R; r++) std::memcpy(&out[r][0], acc[r], sizeof acc[r]);
+}
+
+#endif
+
+SPARKGAP_INLINE Floats to_floats(Ints x) SPARKGAP_EACH_PART(__builtin_convertvector(x.part[i], FloatPart))
+
+template <int R, int B>
+void tile(const LinearInt8& args, int64_t row, int64_t block) {
+  const int64_t groups = (args.in_features + 3) / 4;
+  alignas(64) int32_t padded[B][16];
+  const int32_t* offsets[B];
+#pragma GCC unroll 4
+  for (int b = 0; b < B; b++) {
+    const int64_t channel = (block + b) * 16, left = args.out_features - channel;
+    offsets[b] = args.offsets + channel;
+    if (left < 16) {
+      std::memset(padded[b], 0, sizeof padded[b]);
+      std::memcpy(padded[b], offsets[b], size_t(left) * 4);
+      offsets[b] = padded[b];
+    }
+  }
+  Ints acc[R][B];
+  sums<R, B>(args.quantized + row * args.quantized_stride, args.quantized_stride, args.packed + block * groups * 64, groups,
+             offsets, acc);
+#pragma GCC unroll 4
+  for (int b = 0; b < B; b++) {
+    const int64_t channel = (block + b) * 16, left = args.out_features - channel;
+    const Floats scales = load_some(args.channel_scales + channel, left);
+    const Floats bias = args.bias ? load_some(args.bias + channel, left) : splat(0.0f);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      Floats y = to_floats(acc[r][b]) * (splat(args.row_scales[row + r]) * scales);
+      if (args.bias) y = y + bias;
+      const int64_t at = (row + r) * args.out.stride + channel;
+      if (args.out.dtype == DType::kFloat32) store_some(static_cast<float*>(args.out.data) + at, y, left);
+      else store_some(static_cast<BFloat16*>(args.out.data) + at, y, left);
+    }
+  }
+}
+
+// Tiles of R rows while so many are left, then smaller ones.
+template <int R, int B>
+SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block) {
+  while (args.rows - row >= R) tile<R, B>(args, row, block), row += R;
+  if constexpr (R > 1)
+    if (row < args.rows) column<R - 1, B>(args, row, block);
+}
+
+}  // namespace
+
+void pack_int8(const PackInt8& args, Worker worker) {
+  if (args.weight.dtype == DType::kFloat32) pack_blocks<float>(args, worker);
+  else pack_blocks<BFloat16>(args, worker);
+}
+
+void quantize_rows(const QuantizeRows& args, Worker worker) {
+  if (args.x.dtype == DType::kFloat32) quantize<float>(args, worker);
+  else quantize<BFloat16>(args, worker);
+}
+
+void linear_int8(const LinearInt8& args, Worker worker) {
+  const int64_t blocks = (args.out_features + 15) / 16;
+  int64_t block = blocks * worker.index / worker.count;
+  const int64_t end = blocks * (worker.index + 1) / worker.count;
+  if (args.rows == 1)
+    for (; end - block >= kRowBlocks; block += kRowBlocks) tile<1, kRowBlocks>(args, 0, block);
+  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block);
+  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block);
+}
+
+}  // namespace sparkgap::SPARKGAP_VARIANT

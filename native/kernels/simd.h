@@ -1,0 +1,240 @@
+// Vectors of 16 lanes, the same on every instruction set: one register of AVX-512, two of AVX2, four elsewhere.
+//
+// Every operation below is exact or correctly rounded (fused multiply-add included), so kernels written with it give
+// the same bits whatever they are compiled for. Kernel sources are compiled once for each instruction set; nothing
+// here may have external linkage, and no standard library template may be used, or the linker could pick a copy
+// built for instructions that the machine lacks.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace sparkgap {
+namespace {
+
+#define SPARKGAP_INLINE inline __attribute__((always_inline))
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__)
+constexpr int kPartLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kPartLanes = 8;
+#else
+constexpr int kPartLanes = 4;
+#endif
+constexpr int kParts = kLanes / kPartLanes;
+
+typedef float FloatPart __attribute__((vector_size(4 * kPartLanes)));
+typedef int32_t IntPart __attribute__((vector_size(4 * kPartLanes)));
+typedef uint32_t UIntPart __attribute__((vector_size(4 * kPartLanes)));
+typedef uint16_t ShortPart __attribute__((vector_size(2 * kPartLanes)));
+
+struct Floats {
+  FloatPart part[kParts];
+};
+
+struct Ints {
+  IntPart part[kParts];
+};
+
+template <class T>
+SPARKGAP_INLINE T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <class T>
+SPARKGAP_INLINE T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
+SPARKGAP_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+SPARKGAP_INLINE FloatPart splat_part(float x) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_set1_ps(x);
+#else
+  return FloatPart{x, x, x, x};
+#endif
+}
+
+#if !defined(__FMA__) && !defined(__AVX512F__) && !defined(__aarch64__)
+// Correctly rounded multiply-add without the instruction: the product is exact in double; the sum is rounded to odd
+// there, which keeps the second rounding, to float, correct (Boldo and Melquiond, "Emulation of FMA and correctly
+// rounded sums", 2008).
+SPARKGAP_INLINE float fma_by_odd_rounding(float a, float b, float c) {
+  const double product = double(a) * double(b), addend = double(c);
+  const double sum = product + addend;
+  const double virtual_addend = sum - product;
+  const double error = (product - (sum - virtual_addend)) + (addend - virtual_addend);
+  int64_t bits;
+  std::memcpy(&bits, &sum, sizeof bits);
+  const int64_t toward_error = ((error > 0) == (sum > 0)) ? 1 : -1;
+  const bool inexact_even = error != 0 && error - error == 0 && !(bits & 1);
+  bits += inexact_even ? toward_error : 0;
+  double odd;
+  std::memcpy(&odd, &bits, sizeof odd);
+  return float(odd);
+}
+#endif
+
+SPARKGAP_INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return fma_by_odd_rounding(a, b, c);
+#endif
+}
+
+#if !defined(__FMA__) && !defined(__AVX512F__) && !defined(__aarch64__)
+__attribute__((noinline)) FloatPart  // so many operations that a call costs little, and inlining much code
+#else
+SPARKGAP_INLINE FloatPart
+#endif
+fma_part(FloatPart a, FloatPart b, FloatPart c) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  FloatPart r;
+  for (int i = 0; i < kPartLanes; i++) r[i] = fma(a[i], b[i], c[i]);
+  return r;
+#endif
+}
+
+#define SPARKGAP_EACH_PART(expression)         \
+  {                                            \
+    Floats r;                                  \
+    _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++) r.part[i] = (expression); \
+    return r;                                  \
+  }
+
+SPARKGAP_INLINE Floats splat(float x) SPARKGAP_EACH_PART(splat_part(x))
+SPARKGAP_INLINE Floats fma(Floats a, Floats b, Floats c) SPARKGAP_EACH_PART(fma_part(a.part[i], b.part[i], c.part[i]))
+SPARKGAP_INLINE Floats operator+(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] + b.part[i])
+SPARKGAP_INLINE Floats operator-(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] - b.part[i])
+SPARKGAP_INLINE Floats operator*(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] * b.part[i])
+SPARKGAP_INLINE Floats operator/(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] / b.part[i])
+// A NaN in `a` gives NaN.
+SPARKGAP_INLINE Floats at_least(Floats a, float low)
+    SPARKGAP_EACH_PART(a.part[i] < splat_part(low) ? splat_part(low) : a.part[i])
+SPARKGAP_INLINE Floats at_most(Floats a, float high)
+    SPARKGAP_EACH_PART(a.part[i] > splat_part(high) ? splat_part(high) : a.part[i])
+SPARKGAP_INLINE Floats larger(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] < b.part[i] ? b.part[i] : a.part[i])
+
+SPARKGAP_INLINE Floats load(const float* p) {
+  Floats r;
+  std::memcpy(&r, p, sizeof r);
+  return r;
+}
+
+SPARKGAP_INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+SPARKGAP_INLINE Floats load(const BFloat16* p) {
+  Floats r;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) {
+    ShortPart half;
+    std::memcpy(&half, p + i * kPartLanes, sizeof half);
+    r.part[i] = (FloatPart)(__builtin_convertvector(half, UIntPart) << 16);
+  }
+  return r;
+}
+
+// Rounds to nearest even; NaN stays NaN.
+SPARKGAP_INLINE void store(BFloat16* p, Floats x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) {
+    const UIntPart bits = (UIntPart)x.part[i];
+    UIntPart rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = (x.part[i] == x.part[i]) ? rounded : ((bits >> 16) | 0x40);
+    const ShortPart half = __builtin_convertvector(rounded, ShortPart);
+    std::memcpy(p + i * kPartLanes, &half, sizeof half);
+  }
+}
+
+// The first `n` (0 ... 16) elements; the rest are zero.
+template <class T>
+SPARKGAP_INLINE Floats load_some(const T* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, p, size_t(n) * sizeof(T));
+  return load(buffer);
+}
+
+template <class T>
+SPARKGAP_INLINE void store_some(T* p, Floats x, int64_t n) {
+  if (n >= kLanes) return store(p, x);
+  T buffer[kLanes];
+  store(buffer, x);
+  std::memcpy(p, buffer, size_t(n) * sizeof(T));
+}
+
+SPARKGAP_INLINE float to_float(float x) { return x; }
+SPARKGAP_INLINE float to_float(BFloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float r;
+  std::memcpy(&r, &bits, sizeof r);
+  return r;
+}
+
+// Sum of the lanes, always in this order: halves, quarters, pairs.
+SPARKGAP_INLINE float sum(Floats x) {
+  float a[kLanes];
+  store(a, x);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] += a[i + half];
+  return a[0];
+}
+
+SPARKGAP_INLINE float largest(Floats x) {
+  float a[kLanes];
+  store(a, x);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] = larger(a[i], a[i + half]);
+  return a[0];
+}
+
+// Nearest integers (ties to even) of values in -2^22 ... 2^22.
+SPARKGAP_INLINE Floats round_to_even(Floats x) {
+  const Floats magic = splat(12582912.0f);
+  return (x + magic) - magic;
+}
+
+// e^x, 0 below -87.3 (where results would be subnormal), capped at e^88. The polynomial is that of Cephes' expf.
+SPARKGAP_INLINE Floats exp(Floats x) {
+  const Floats limited = at_most(at_least(x, -88.0f), 88.0f);
+  const Floats n = round_to_even(limited * splat(1.44269504f));
+  const Floats r = fma(n, splat(-1.42860677e-6f), fma(n, splat(-0.693145752f), limited));
+  Floats p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  Floats result;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) {
+    const IntPart exponent = __builtin_convertvector(n.part[i], IntPart);
+    const FloatPart scale = (FloatPart)((exponent + 127) << 23);
+    result.part[i] = x.part[i] < splat_part(-87.3f) ? splat_part(0.0f) : p.part[i] * scale;
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace sparkgap

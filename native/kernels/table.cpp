@@ -1,0 +1,29 @@
+#include "variant.h"
+
+#define SPARKGAP_STRING(x) #x
+#define SPARKGAP_NAME(x) SPARKGAP_STRING(x)
+
+namespace sparkgap::SPARKGAP_VARIANT {
+
+extern const KernelTable table;
+const KernelTable table = {
+    .name = SPARKGAP_NAME(SPARKGAP_VARIANT),
+    .pack_int8 = pack_int8,
+    .pack_float = pack_float,
+    .quantize_rows = quantize_rows,
+    .linear_int8 = linear_int8,
+    .linear_float = linear_float,
+    .convert_rows = convert_rows,
+    .rms_norm = rms_norm,
+    .rotary = rotary,
+    .kv_write = kv_write,
+    .silu_mul = silu_mul,
+    .embed = embed,
+    .argmax = argmax,
+    .paged_attention = paged_attention,
+    .paged_attention_join = paged_attention_join,
+    .block_attention = block_attention,
+    .attention_scratch_bytes = attention_scratch_bytes,
+};
+
+}  // namespace sparkgap::SPARKGAP_VARIANT

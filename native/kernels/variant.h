@@ -1,0 +1,25 @@
+// The kernels' entry points within the namespace of the instruction set they are compiled for. SPARKGAP_VARIANT is
+// its name, given by the build.
+#pragma once
+#include "kernels.h"
+
+namespace sparkgap::SPARKGAP_VARIANT {
+
+void pack_int8(const PackInt8&, Worker);
+void pack_float(const PackFloat&, Worker);
+void quantize_rows(const QuantizeRows&, Worker);
+void linear_int8(const LinearInt8&, Worker);
+void linear_float(const LinearFloat&, Worker);
+void convert_rows(const ConvertRows&, Worker);
+void rms_norm(const RmsNorm&, Worker);
+void rotary(const Rotary&, Worker);
+void kv_write(const KvWrite&, Worker);
+void silu_mul(const SiluMul&, Worker);
+void embed(const Embed&, Worker);
+void argmax(const Argmax&, Worker);
+void paged_attention(const PagedAttention&, Worker);
+void paged_attention_join(const PagedAttention&, Worker);
+void block_attention(const BlockAttention&, Worker);
+size_t attention_scratch_bytes(int64_t heads, int64_t kv_heads, int64_t head_dim);
+
+}  // namespace sparkgap::SPARKGAP_VARIANT

@@ -1,0 +1,172 @@
+#include "pool.h"
+
+#include <pthread.h>
+
+#include <cstdlib>
+#include <new>
+
+#include "cpu_info.h"
+#include "placement.h"
+
+namespace sparkgap {
+
+namespace {
+
+// Waiting threads spin first, because the next call is usually microseconds away, and sleep when it is not, because
+// a thread that spins while another process holds its partner's core only delays them both.
+constexpr int kBarrierSpins = 2000;
+constexpr int kIdleSpins = 6000;
+constexpr size_t kScratchAlignment = 64;
+
+std::atomic<Pool*> shared_pool{nullptr};
+std::mutex shared_mutex;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits until `word` differs from `old` and returns its new value.
+uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, int spins) {
+  for (int i = 0; i < spins; i++) {
+    if (const uint32_t now = word.load(std::memory_order_acquire); now != old) return now;
+    pause();
+  }
+  uint32_t now;
+  while ((now = word.load(std::memory_order_acquire)) == old) word.wait(old);
+  return now;
+}
+
+struct Scratch {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+
+  ~Scratch() { release(); }
+  void release() {
+    if (data) ::operator delete(data, std::align_val_t{kScratchAlignment});
+    data = nullptr;
+    bytes = 0;
+  }
+  void reserve(size_t wanted) {
+    if (wanted <= bytes) return;
+    release();
+    data = static_cast<std::byte*>(::operator new(wanted, std::align_val_t{kScratchAlignment}));
+    bytes = wanted;
+  }
+};
+
+}  // namespace
+
+struct Pool::Job {
+  std::span<const Call> calls;
+  int threads;
+  std::atomic<uint32_t>* fault;
+};
+
+struct Pool::Member {
+  alignas(64) std::atomic<uint32_t> ticket{0};
+  const Job* job = nullptr;  // null with a new ticket: end
+  Scratch scratch;
+  std::thread thread;
+};
+
+Pool& Pool::shared() {
+  if (Pool* pool = shared_pool.load(std::memory_order_acquire)) return *pool;
+  const std::lock_guard lock(shared_mutex);
+  if (Pool* pool = shared_pool.load(std::memory_order_acquire)) return *pool;
+  static const int registered = pthread_atfork([] { shared_mutex.lock(); }, [] { shared_mutex.unlock(); },
+                                               [] {
+                                                 // The parent's threads, and its pool with them, are not here.
+                                                 shared_pool.store(nullptr, std::memory_order_release);
+                                                 shared_mutex.unlock();
+                                               });
+  (void)registered;
+  auto* pool = new Pool;
+  shared_pool.store(pool, std::memory_order_release);
+  return *pool;
+}
+
+void Pool::grow(int threads, size_t scratch_bytes) {
+  if (members_.empty()) {
+    cores_ = usable_cores();
+    placement_ = Placement(current_affinity());
+    members_.push_back(std::make_unique<Member>());
+  }
+  if (threads > cores_) placement_ = Placement();  // more threads than cores: the kernel's scheduler knows best
+  while (static_cast<int>(members_.size()) < threads) {
+    const int index = static_cast<int>(members_.size());
+    Member& member = *members_.emplace_back(std::make_unique<Member>());
+    member.thread = std::thread([this, &member, index, placement = placement_] {
+      placement.pin(index);
+      work(member, index);
+    });
+  }
+  for (int i = 0; i < threads; i++) members_[i]->scratch.reserve(scratch_bytes);
+  spinning_.store(threads <= cores_ ? 1 : 0, std::memory_order_relaxed);
+}
+
+uint32_t Pool::run(std::span<const Call> calls, int threads) {
+  std::atomic<uint32_t> fault{0};
+  size_t scratch_bytes = 0;
+  for (const Call& call : calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
+
+  const std::lock_guard lock(mutex_);
+  grow(threads, scratch_bytes);
+  const Job job{calls, threads, &fault};
+  const Placement::CallerGuard placed(placement_, threads);
+  for (int i = 1; i < threads; i++) {
+    Member& member = *members_[i];
+    member.job = &job;
+    member.ticket.fetch_add(1);  // sequentially consistent: `notify` must not look for sleepers before the store
+    member.ticket.notify_one();
+  }
+  execute(job, 0);
+  return fault.load(std::memory_order_relaxed);
+}
+
+void Pool::execute(const Job& job, int index) {
+  // The job lives on the caller's stack and is gone once the last barrier opens.
+  const std::span<const Call> calls = job.calls;
+  const Worker worker{index, job.threads, members_[index]->scratch.data, job.fault};
+  for (const Call& call : calls) {
+    call.run(worker);
+    if (worker.count > 1) barrier(worker.count);
+  }
+}
+
+void Pool::barrier(int threads) {
+  const uint32_t phase = phase_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads)) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1);  // sequentially consistent, as in `run`
+    phase_.notify_all();
+  } else {
+    wait_for_change(phase_, phase, spinning_.load(std::memory_order_relaxed) * kBarrierSpins);
+  }
+}
+
+void Pool::work(Member& self, int index) {
+  uint32_t ticket = 0;
+  for (;;) {
+    ticket = wait_for_change(self.ticket, ticket, spinning_.load(std::memory_order_relaxed) * kIdleSpins);
+    if (!self.job) return;
+    execute(*self.job, index);
+  }
+}
+
+void Pool::shutdown() {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 1; i < members_.size(); i++) {
+    Member& member = *members_[i];
+    member.job = nullptr;
+    member.ticket.fetch_add(1);
+    member.ticket.notify_one();
+    member.thread.join();
+  }
+  members_.clear();
+}
+
+}  // namespace sparkgap

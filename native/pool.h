@@ -1,0 +1,47 @@
+// The threads of the CPU device. One pool a process: engines take turns, call list by call list, so that several
+// of them neither fight for cores nor wait for each other in a circle.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "placement.h"
+
+namespace sparkgap {
+
+class Pool {
+ public:
+  // The process's pool. After a fork the child gets a new one: threads do not survive a fork.
+  static Pool& shared();
+
+  // Runs `calls` one after another, each on `threads` threads of which the caller is one; a call begins when all
+  // threads have ended the one before. Returns the faults. Blocks while another caller's list runs.
+  uint32_t run(std::span<const Call> calls, int threads);
+
+  // Ends and joins all threads; a later `run` starts them again.
+  void shutdown();
+
+ private:
+  struct Job;
+  struct Member;
+
+  void grow(int threads, size_t scratch_bytes);
+  void work(Member& self, int index);
+  void execute(const Job& job, int index);
+  void barrier(int threads);
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Member>> members_;  // member 0 is whoever calls `run`
+  int cores_ = 1;
+  Placement placement_;
+  std::atomic<int> spinning_{0};  // 1 where every thread has a core of its own, else 0: sleep at once
+  alignas(64) std::atomic<uint32_t> arrived_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+};
+
+}  // namespace sparkgap

@@ -1,0 +1,1 @@
+"""Measurements over a loaded model: exactness, acceptance."""

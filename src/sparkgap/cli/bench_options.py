@@ -1,0 +1,105 @@
+"""What `check` and the benches share: their prompts, and a model that speculates."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sparkgap.bench.prompts import BenchPrompt, builtin_prompts, read_prompts
+from sparkgap.cli import loading
+from sparkgap.cli.console import stderr_console
+from sparkgap.cli.options import EngineOptions
+from sparkgap.config import SpeculativeConfig
+from sparkgap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sparkgap.api import LLM
+
+
+def _prompts(*names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Prompts", **settings)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts are used."""
+
+    prompts: Annotated[
+        Path | None,
+        _prompts("--prompts", metavar="FILE", help="JSONL with prompt, id, category, or text with one prompt a line."),
+    ] = None
+    limit: Annotated[int | None, _prompts("--limit", help="Use the first of them only.")] = None
+    raw: Annotated[
+        bool, _prompts("--raw", help="Continue the prompts as they are, without the model's chat template.")
+    ] = False
+
+    def read(self, builtin: Sequence[BenchPrompt] | None = None, limit: int | None = None) -> list[BenchPrompt]:
+        """The prompts of the file, else the built-in ones.
+
+        Args:
+            builtin: other built-in prompts than the usual.
+            limit: how many, where `--limit` does not say.
+
+        Raises:
+            PromptError: as `read_prompts`.
+            ConfigError: the limit is below 1.
+        """
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit must be at least 1, got {self.limit}")
+        if self.prompts is not None:
+            prompts = read_prompts(self.prompts)
+        else:
+            prompts = builtin_prompts() if builtin is None else list(builtin)
+        return prompts[: self.limit or limit]
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raises ConfigError unless `value` is at least 1."""
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
+    """A model with its drafter, which decodes at least `num_seqs` sequences together.
+
+    Raises:
+        ConfigError: speculation is switched off, or there is no drafter.
+        SparkgapError: the model or the drafter cannot be had.
+    """
+    if engine.no_speculation:
+        raise ConfigError("--no-speculation leaves nothing to measure; leave it out")
+    config = engine.config()
+    return loading.load_llm(
+        replace(
+            config,
+            max_num_seqs=max(config.max_num_seqs, num_seqs),
+            # Asking for speculation makes a missing drafter an error.
+            speculative_config=config.speculative_config or SpeculativeConfig(),
+        )
+    )
+
+
+class Advance(Protocol):
+    """Moves a progress bar on."""
+
+    def __call__(self, number: int) -> None:
+        """By `number` items."""
+        ...
+
+
+@contextmanager
+def progress_bar(description: str, total: int) -> Iterator[Advance]:
+    """A bar on standard error; nothing when that is not a terminal."""
+    console = stderr_console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(number: int) -> None:
+            bar.advance(task, number)
+
+        yield advance

@@ -1,0 +1,101 @@
+"""Graphs of the CPU device: kernel calls recorded with bound pointers, replayed by the native module."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparkgap import _native
+
+_ALLOCATIONS = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default})
+
+
+class CaptureError(RuntimeError):
+    """Something was computed during capture that a replay would not compute again."""
+
+
+class CpuGraph:
+    """A recorded pass over tensors at fixed addresses.
+
+    Recording runs nothing: results are undefined until the first `replay`. The graph keeps alive every tensor that
+    its calls read or write, those made during the capture included, and has its own memory for what lies between.
+    Replays read the present content of the tensors: change them in place.
+
+    Example:
+        graph = CpuGraph(kernels.executor)
+        with graph.capture():
+            logits = decoder.logits(decoder.forward(batch, caches).hidden)
+        graph.replay()
+    """
+
+    def __init__(self, executor: _native.Executor) -> None:
+        self._executor = executor
+        self._graph = _native.Graph(executor.threads)
+        self._captured = False
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Record the native kernels that are called inside the block, once.
+
+        Raises:
+            CaptureError: torch computed something inside the block, or the graph was captured before. A graph
+                whose capture failed cannot be replayed.
+        """
+        if self._captured:
+            raise CaptureError("the graph was captured before; make a new one")
+        self._captured = True
+        graph = self._graph
+        self._executor.begin_capture(graph)
+        failed = True
+        try:
+            with _NoCompute():  # type: ignore[no-untyped-call]
+                yield
+            failed = False
+        finally:
+            self._executor.end_capture()
+            if failed:
+                self._graph = _native.Graph(self._executor.threads)
+
+    def replay(self) -> None:
+        """Run the recorded calls in order; the GIL is released meanwhile.
+
+        Raises:
+            CaptureError: nothing was captured.
+            IndexError: a token id, position, slot or block in a tensor lies outside its range.
+        """
+        if not len(self._graph):
+            raise CaptureError("the graph holds no calls: nothing was captured, or the capture failed")
+        self._graph.replay()
+
+    def __len__(self) -> int:
+        """Kernel calls in the graph."""
+        return len(self._graph)
+
+
+class _NoCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets views and uninitialized memory through and refuses every other torch operation."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        call: Callable[..., Any] = func
+        if func not in _ALLOCATIONS and not _is_view(func):
+            raise CaptureError(
+                f"{func} was called during capture; a replay would leave it out. Use the kernels' operations"
+            )
+        return call(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    """True when the operation only gives another view of an argument."""
+    schema = func._schema
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    returns = [result.alias_info for result in schema.returns]
+    return not writes and bool(returns) and all(alias is not None for alias in returns)

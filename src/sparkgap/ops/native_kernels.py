@@ -1,0 +1,216 @@
+"""The CPU device's kernels: `Kernels` over the native module.
+
+Activations are float32 whatever the model's dtype is: at the few rows of a decoding pass they are a few kilobytes
+against megabytes of weights, so bfloat16 would save nothing, cost two conversions an operation and round the
+residual stream at every layer. Weights and KV cache, which are what memory bandwidth goes to, keep the model's
+dtype or are quantized. Operations also take bfloat16 activations and answer in kind.
+
+A row's result has the same bits whatever rows stand beside it, however many threads run and whichever instruction
+set the kernels were compiled for.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparkgap import _native
+from sparkgap.errors import CheckpointError, ConfigError
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+
+Quantization = Literal["w8a8"]
+
+ISA_VARIABLE = "SPARKGAP_ISA"
+"""Environment variable that forces a kernel variant: `avx512`, `avx2` or `portable`."""
+
+
+@dataclass(frozen=True)
+class NativeLinearWeight(LinearWeight):
+    """A weight packed for the native kernels.
+
+    Attributes:
+        weight: on the `meta` device: the shape of the original, without its values.
+        packed: the values, in the native module's own memory.
+    """
+
+    packed: _native.PackedWeight = field(kw_only=True)
+
+
+class NativeKernels(Kernels):
+    """`Kernels` on CPU threads.
+
+    Args:
+        threads: compute threads; None takes the cores available to the process.
+        quantization: `w8a8` packs weights as int8 with a scale for each output channel, and quantizes activations
+            to int8 with a scale for each row; None keeps weights in their own dtype.
+        activation_dtype: of embeddings, and so of everything computed from them.
+
+    Raises:
+        ConfigError: the variant that `SPARKGAP_ISA` names is not in this build, or not for this CPU.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        quantization: Quantization | None = None,
+        activation_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if quantization not in (None, "w8a8"):
+            raise ConfigError(f"quantization must be w8a8 or none, got {quantization!r}")
+        if activation_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"activations must be float32 or bfloat16, got {activation_dtype}")
+        self.quantization = quantization
+        self.activation_dtype = activation_dtype
+        variant = os.environ.get(ISA_VARIABLE, "")
+        try:
+            self.executor = _native.Executor(threads or _native.usable_cores(), variant)
+        except RuntimeError as error:
+            raise ConfigError(f"{ISA_VARIABLE}={variant}: {error}") from error
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinearWeight:
+        """Pack a copy of `weight` `[out_features, in_features]`; the original is not kept.
+
+        Raises:
+            CheckpointError: the weight has infinities or NaN and is to be quantized.
+        """
+        form = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
+        source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
+        if bias is not None:
+            bias = bias.detach().to(torch.float32).contiguous()
+        packed = self.executor.pack_linear(source.contiguous(), bias, form)
+        if form == "int8" and not torch.tensor(packed.scales()).isfinite().all():
+            raise CheckpointError(
+                f"a weight of shape {list(weight.shape)} has infinities or NaN: it cannot be quantized"
+            )
+        return NativeLinearWeight(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Kernels.embed`; rows come in `activation_dtype`."""
+        out = torch.empty((token_ids.shape[0], table.shape[1]), dtype=self.activation_dtype)
+        self.executor.embed(token_ids, table, out)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.executor.rms_norm(x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        self.executor.add_rms_norm(x, residual, weight, eps, out, total)
+        return out, total
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """See `Kernels.linear`; `weight` must come from this class's `prepare_linear`."""
+        if not isinstance(weight, NativeLinearWeight):
+            raise TypeError("the weight was not prepared by NativeKernels.prepare_linear")
+        out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype)
+        self.executor.linear(x, weight.packed, out)
+        return out
+
+    def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
+        """See `Kernels.rotary`."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.executor.rotary(x, positions, table.cos, table.sin, out)
+        return out
+
+    def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
+        """See `Kernels.kv_write`; values are rounded to the cache's dtype."""
+        self.executor.kv_write(keys, values, cache.keys, cache.values, slots)
+
+    def paged_attention(
+        self,
+        queries: Tensor,
+        cache: KVCache,
+        rows: AttentionRows,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        self.executor.paged_attention(
+            queries,
+            cache.keys,
+            cache.values,
+            rows.positions,
+            rows.row_starts,
+            rows.block_tables,
+            rows.max_rows,
+            rows.max_length,
+            scale,
+            sliding_window or 0,
+            out,
+        )
+        return out
+
+    def block_attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: KVCache,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        max_length: int = 0,
+        causal: bool = False,
+    ) -> Tensor:
+        """See `Kernels.block_attention`; `max_length` is not needed, lengths are read where they lie."""
+        del max_length
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        self.executor.block_attention(
+            queries,
+            keys,
+            values,
+            cache.keys,
+            cache.values,
+            context_lengths,
+            block_tables,
+            scale,
+            sliding_window or 0,
+            causal,
+            out,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+        self.executor.silu_mul(gate_up, out)
+        return out
+
+    def concat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See `Kernels.concat`."""
+        widths = [tensor.shape[-1] for tensor in tensors]
+        out = torch.empty((*tensors[0].shape[:-1], sum(widths)), dtype=tensors[0].dtype)
+        start = 0
+        for tensor, width in zip(tensors, widths, strict=True):
+            self.executor.convert(tensor, out[..., start : start + width])
+            start += width
+        return out
+
+    def to_float32(self, x: Tensor) -> Tensor:
+        """See `Kernels.to_float32`."""
+        if x.dtype == torch.float32:
+            return x
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self.executor.convert(x, out)
+        return out
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Place of the largest of each row of `x` `[rows, features]`, the first of equals: int64 `[rows]`.
+
+        A NaN counts as larger than every number, as in torch.
+        """
+        out = torch.empty((x.shape[0],), dtype=torch.int64)
+        self.executor.argmax(x, out)
+        return out
+
+
+_PACKED_FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
