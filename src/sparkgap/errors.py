@@ -29,5 +29,9 @@ class PromptError(SparkgapError, ValueError):
     """A prompt is empty, too long, not valid text, or cannot be rendered by the chat template."""
 
 
+class OutputError(SparkgapError):
+    """What was computed cannot be written to where it should go."""
+
+
 class EngineError(SparkgapError):
     """Computing a request failed; the message names the model. Other requests are not affected."""
