@@ -273,3 +273,67 @@ def test_the_package_lists_and_loads_its_names():
     assert set(sparkgap.__all__) <= set(dir(sparkgap))
     with pytest.raises(AttributeError, match="nonsense"):
         _ = sparkgap.nonsense
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_disturbs_nobody(llm):
+    """The garbage collector may close a stream anywhere, also in the thread that is computing a step."""
+    expected = llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+    other = llm.stream([7, 7], GREEDY)
+    next(other)
+    stream = llm.stream([1, 2, 3], GREEDY)
+    tokens = list(next(stream).outputs[0].token_ids)
+    forward = llm._engine.runner.target.forward
+
+    def close_then_forward(*arguments, **options):
+        other.close()
+        return forward(*arguments, **options)
+
+    llm._engine.runner.target.forward = close_then_forward
+    try:
+        for output in stream:
+            tokens += output.outputs[0].token_ids
+    finally:
+        llm._engine.runner.target.forward = forward
+    assert tokens == expected
+    assert is_idle(llm)
+
+
+def test_an_interrupt_leaves_the_other_streams_running(llm):
+    expected = llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+    survivor = llm.stream([1, 2, 3], GREEDY)
+    tokens = list(next(survivor).outputs[0].token_ids)
+    decode = llm._engine.runner.decode
+
+    def interrupted(sequences):
+        decode(sequences)
+        raise KeyboardInterrupt
+
+    llm._engine.runner.decode = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([9, 9], GREEDY)
+    finally:
+        llm._engine.runner.decode = decode
+    for output in survivor:
+        tokens += output.outputs[0].token_ids
+    assert tokens == expected
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("params", [5, [None], {"n": 1}])
+def test_sampling_params_of_another_type(llm, params):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ConfigError, match="sampling_params must be"):
+            call([1], params)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", [], [[]], {"role": "user", "content": "x"}, iter([])])
+def test_messages_of_another_type(llm, messages):
+    with pytest.raises(PromptError, match="messages must be a"):
+        llm.chat(messages)
+
+
+def test_template_variables_may_have_any_name(llm):
+    messages = [{"role": "user", "content": "x"}]
+    plain = llm.chat(messages, GREEDY)[0].prompt_token_ids
+    assert llm.chat(messages, GREEDY, template="x", tools=[], loop=1, range=2)[0].prompt_token_ids == plain

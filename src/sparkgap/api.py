@@ -19,7 +19,7 @@ from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import next_token_probabilities
-from sparkgap.errors import ConfigError, PromptError
+from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
 Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
@@ -56,6 +56,8 @@ class LLM:
         self._engine = self._loaded.engine
         self._lock = threading.RLock()
         self._outputs: dict[str, deque[RequestOutput]] = {}
+        self._is_stepping = False
+        self._dropped: list[str] = []
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -111,6 +113,8 @@ class LLM:
         Raises:
             PromptError: the template refuses a conversation, or the model has none; and as `generate`.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Seq):
+            raise PromptError(f"messages must be a list of objects with role and content, got {messages!r}")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [self._render(conversation, template_variables) for conversation in conversations]
@@ -129,7 +133,7 @@ class LLM:
             EngineError: computing failed (raised by the iterator).
         """
         with self._lock:
-            request = self._engine.make_request(_content(prompt), sampling_params or SamplingParams())
+            request = self._engine.make_request(_content(prompt), *_as_params(sampling_params, 1))
         return self._iterate(request)
 
     def stream_chat(
@@ -248,11 +252,17 @@ class LLM:
         self._outputs[request.request_id] = deque()
 
     def _next_output(self, request_id: str) -> RequestOutput:
-        """The request's next output; steps the engine for everybody until there is one."""
+        """The request's next output; steps the engine for everybody until there is one.
+
+        Raises:
+            EngineError: computing failed, or the request's last output was lost to an interrupt.
+        """
         while True:
             with self._lock:
                 waiting = self._outputs[request_id]
                 if not waiting:
+                    if not self._engine.has_unfinished_requests():
+                        raise EngineError(f"{request_id} was interrupted; give it again")
                     self._step()
                 if waiting:
                     output = waiting.popleft()
@@ -262,12 +272,22 @@ class LLM:
         return output
 
     def _step(self) -> None:
-        for output in self._engine.step():
-            self._outputs[output.request_id].append(output)
+        self._is_stepping = True
+        try:
+            for output in self._engine.step():
+                self._outputs[output.request_id].append(output)
+        finally:
+            self._is_stepping = False
+            while self._dropped:
+                self._drop(self._dropped.pop())
 
     def _drop(self, request_id: str) -> None:
         """Forget a request, ending it if it still runs."""
         with self._lock:
+            if self._is_stepping:
+                # The garbage collector may close a stream in the middle of a step, which holds this very lock.
+                self._dropped.append(request_id)
+                return
             self._engine.abort(request_id)
             self._outputs.pop(request_id, None)
 
@@ -330,6 +350,8 @@ def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
+    if not isinstance(params, Seq) or not all(isinstance(item, SamplingParams) for item in params):
+        raise ConfigError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
     if len(params) != number:
         raise ConfigError(f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each")
     return list(params)

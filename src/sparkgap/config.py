@@ -1,6 +1,6 @@
 """Settings, with all their validation. Imports no torch, so that `--help` and bad input answer at once."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -22,6 +22,18 @@ MAX_LOGPROBS = 20
 GRAPHS = ("auto", "on", "off")
 """Values of `EngineConfig.graphs`; `auto` is on where the device can record passes."""
 
+MAX_COMPLETIONS = 16384
+"""Most completions of one prompt (vLLM's limit)."""
+
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""Range of `SamplingParams.repetition_penalty`: beyond it logits leave what float32 holds."""
+
+MAX_BLOCK_SIZE = 4096
+"""Most positions in one KV block."""
+
+MAX_THREADS = 1024
+"""Most compute threads; starting very many more ends the process where no error can be caught."""
+
 SPECULATIVE_METHODS = ("dspark", "dflash")
 """Values of `SpeculativeConfig.method`, written in any case."""
 
@@ -37,12 +49,24 @@ def _check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer; `True` is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float holds; `True` and NaN are none."""
+    # An integer is compared with a float exactly, where converting a huge one would raise.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_unicode(text: str) -> bool:
+    """False with lone surrogates, which no model can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,8 @@ class SamplingParams:
         logprobs: number of most probable alternatives reported at each position; None reports none, 0 only
             the chosen token. They are log-softmax of the model's logits before any processing.
         presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, in [-2, 2].
-        repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; > 0.
+        repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; within
+            `REPETITION_PENALTIES`.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         skip_special_tokens: leave special tokens out of the text.
         speculation: whether an engine that speculates does so for this request.
@@ -94,62 +119,73 @@ class SamplingParams:
     speculation: bool = True
 
     def __post_init__(self) -> None:
-        _check(_is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
+        _check(is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
+        _check(self.n <= MAX_COMPLETIONS, f"n must be at most {MAX_COMPLETIONS}, got {self.n}")
         _check(
-            _is_finite(self.temperature) and self.temperature >= 0,
+            is_finite(self.temperature) and self.temperature >= 0,
             f"temperature must be a finite number of at least 0, got {self.temperature!r}",
         )
-        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
+        _check(is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
         _check(
-            _is_integer(self.top_k) and self.top_k >= -1,
+            is_integer(self.top_k) and self.top_k >= -1,
             f"top_k must be an integer of at least 1, or 0 or -1 for all tokens, got {self.top_k!r}",
         )
-        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
+        _check(is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
         _check(
-            self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
+            self.seed is None or (is_integer(self.seed) and -(2**63) <= self.seed < 2**64),
             f"seed must be a 64-bit integer, got {self.seed!r}",
         )
         _check(
-            self.max_tokens is None or (_is_integer(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (is_integer(self.max_tokens) and self.max_tokens >= 1),
             f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}",
         )
         _check(
-            _is_integer(self.min_tokens)
+            is_integer(self.min_tokens)
             and self.min_tokens >= 0
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
         )
         _check(
-            self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(_is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+            _check(is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+        smallest, largest = REPETITION_PENALTIES
         _check(
-            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}",
+            is_finite(self.repetition_penalty) and smallest <= self.repetition_penalty <= largest,
+            f"repetition_penalty must be above 0, from {smallest:g} to {largest:g}, got {self.repetition_penalty!r}",
         )
         self._check_stop()
         self._check_logit_bias()
 
     def _check_stop(self) -> None:
-        stop = self.stop_strings
-        _check(all(isinstance(s, str) for s in stop), f"stop must be a string or strings, got {self.stop!r}")
-        _check(all(stop), "stop must not contain an empty string")
+        listed = self.stop is None or isinstance(self.stop, str | Sequence)
         _check(
-            all(_is_integer(i) and i >= 0 for i in self.stop_token_ids or ()),
+            listed and all(isinstance(s, str) for s in self.stop_strings),
+            f"stop must be a string or strings, got {self.stop!r}",
+        )
+        _check(all(self.stop_strings), "stop must not contain an empty string")
+        _check(all(map(_is_unicode, self.stop_strings)), f"stop has a string that is not valid Unicode: {self.stop!r}")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        _check(
+            isinstance(ids, Sequence) and all(is_integer(i) and i >= 0 for i in ids),
             f"stop_token_ids must be token ids of at least 0, got {self.stop_token_ids!r}",
         )
 
     def _check_logit_bias(self) -> None:
+        _check(
+            self.logit_bias is None or isinstance(self.logit_bias, Mapping),
+            f"logit_bias must map token ids to numbers, got {self.logit_bias!r}",
+        )
         for token_id, bias in (self.logit_bias or {}).items():
             _check(
-                _is_integer(token_id) and token_id >= 0,
+                is_integer(token_id) and token_id >= 0,
                 f"logit_bias keys must be token ids of at least 0, got {token_id!r}",
             )
             _check(
-                _is_finite(bias) and -100 <= bias <= 100,
+                is_finite(bias) and -100 <= bias <= 100,
                 f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}",
             )
 
@@ -216,7 +252,7 @@ class SpeculativeConfig:
         )
         _check(
             self.num_speculative_tokens is None
-            or (_is_integer(self.num_speculative_tokens) and self.num_speculative_tokens >= 1),
+            or (is_integer(self.num_speculative_tokens) and self.num_speculative_tokens >= 1),
             f"num_speculative_tokens must be an integer of at least 1, got {self.num_speculative_tokens!r}",
         )
         _check(
@@ -287,21 +323,30 @@ class EngineConfig:
         if isinstance(self.graphs, bool):
             object.__setattr__(self, "graphs", "on" if self.graphs else "off")
         _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
+        _check(isinstance(self.model, str), f"model must be a name or a path as text, got {self.model!r}")
         _check(bool(self.model), "model must not be empty")
+        _check(isinstance(self.device, str), f"device must be a name, got {self.device!r}")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check(
             self.quantization in QUANTIZATIONS,
             f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization!r}",
         )
-        _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
+        _check(is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_mapping(self.speculative_config))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
-            _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+            _check(is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+        _check(self.block_size <= MAX_BLOCK_SIZE, f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
+        for name in ("speculation", "allow_download"):
+            _check(isinstance(getattr(self, name), bool), f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
             value = getattr(self, name)
             _check(
-                value is None or (_is_integer(value) and value >= 1),
+                value is None or (is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
+        _check(
+            self.threads is None or self.threads <= MAX_THREADS,
+            f"threads must be at most {MAX_THREADS}, got {self.threads}",
+        )

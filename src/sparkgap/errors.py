@@ -33,5 +33,9 @@ class MissingBindingError(SparkgapError, LookupError):
     """A pass was asked for over tensors that no graph was captured over; the message has their binding."""
 
 
+class OutputError(SparkgapError):
+    """What was computed cannot be written to where it should go."""
+
+
 class EngineError(SparkgapError):
     """Computing a request failed; the message names the model. Other requests are not affected."""

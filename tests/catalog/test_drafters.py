@@ -1,6 +1,7 @@
 """Draft checkpoints of both formats: what is read, what is refused, and what is written."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_windows_of_all_layers_from_the_dflash_config() -> None:
         (without(SPECULATORS, "mask_token_id"), CheckpointError, "no mask_token_id"),
         ({**SPECULATORS, "mask_token_id": None}, CheckpointError, "no mask_token_id"),
         (without(SPECULATORS, "block_size"), CheckpointError, "no block_size"),
-        ({**SPECULATORS, "block_size": 0}, CheckpointError, "block_size must be an integer of at least 1"),
+        ({**SPECULATORS, "block_size": 0}, CheckpointError, "block_size must be a positive integer, got 0"),
         (without(SPECULATORS, "transformer_layer_config"), CheckpointError, "no transformer_layer_config"),
         (
             without(SPECULATORS, "aux_hidden_state_layer_ids"),
@@ -438,3 +439,27 @@ def test_a_gguf_file_is_no_drafter(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UnsupportedModelError, match=r"model.gguf is no directory"):
         open_drafter(str(tmp_path / "model.gguf"))
+
+
+def check_line(message: str) -> None:
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("config", [SPECULATORS, DEEPSPEC, Z_LAB], ids=["speculators", "deepspec", "z-lab"])
+def test_values_of_every_kind_are_read_or_refused(config: dict[str, Any]) -> None:
+    values: list[Any] = ["abc", "4", "", -1, 0, 2.5, True, None, [], [1], {}, {"a": 1}, 10**12, 10**400, math.nan]
+    values += [{"proposal_methods": [5]}, {"proposal_methods": {"a": 1}}, {"use_swa": 1}]
+    keys = {*SPECULATORS, *DEEPSPEC, "dflash_config", "speculators_config", "is_causal", "sliding_window_non_causal"}
+    for key in sorted(keys):
+        for value in values:
+            changed = {**without(config, "sample_from_anchor"), key: value}
+            try:
+                settings = read_settings(changed, "my/drafter")
+                tensor_shapes(settings)
+            except (CheckpointError, UnsupportedModelError) as error:
+                check_line(str(error))
+            else:
+                sizes = (settings.target_hidden_size, settings.draft_vocab_size, settings.block_size)
+                assert all(type(size) is int and size > 0 for size in sizes)
+                assert all(type(flag) is bool for flag in (settings.sample_from_anchor, *settings.layer_causal))

@@ -1,4 +1,5 @@
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,16 @@ def test_flipped_header_bytes_never_escape(small_file: tuple[bytes, int], tmp_pa
     path = tmp_path / "flipped.gguf"
     path.write_bytes(damaged)
     load_everything(path)
+
+
+def test_damaged_names_are_cut_in_messages(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    key = b"k" * 5000
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<I", 999)
+    path.write_bytes(header + bytes(100))
+    with pytest.raises(CheckpointError, match="unknown type 999") as caught:
+        open_container(path)
+    assert len(str(caught.value)) < 300 + len(str(path))
 
 
 def test_reading_never_changes_the_file(tmp_path: Path) -> None:

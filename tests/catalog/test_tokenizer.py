@@ -407,6 +407,13 @@ def test_directories_without_a_usable_tokenizer(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
+def test_special_tokens_that_are_no_text(tmp_path: Path, trained: Backend) -> None:
+    llama3_like(trained).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "\ud800"}))
+    with pytest.raises(CheckpointError, match="eos_token is not valid Unicode"):
+        Tokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["string", "list", "jinja", "json"])
 def test_every_place_of_a_chat_template(tmp_path: Path, trained: Backend, place: str) -> None:
     llama3_like(trained).save_pretrained(tmp_path)
@@ -490,6 +497,9 @@ def test_text_parts_are_joined() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10000000) %}{% endfor %}", "[Rr]ange"),
         ("{{ 'a' + 1 }}", "str"),
+        ("{{ 2 ** 10000000000 }}", "too large"),
+        ("{{ cycler() }}", "at least one"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
     ],
 )
 def test_template_errors_carry_the_templates_words(template: str, word: str) -> None:
@@ -515,3 +525,11 @@ def test_any_text_is_encoded_or_refused(text: str) -> None:
         tokenizer.encode(text)
     with pytest.raises(PromptError, match="surrogate"):
         tokenizer.render_chat([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("template", [5, [5], [{"name": [], "template": 5}], {"default": None}, [[]]])
+def test_chat_templates_of_no_known_form(tmp_path: Path, trained: Backend, template: Any) -> None:
+    llama3_like(trained).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match="chat_template of an unknown form"):
+        Tokenizer.from_directory(tmp_path)

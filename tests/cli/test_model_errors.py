@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.tiny_model import CONTEXT, VOCAB_SIZE, write_tiny_model
 
@@ -35,6 +37,11 @@ def remove_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
 
+def replace_weights_by_a_directory(model: Path) -> None:
+    remove_weights(model)
+    (model / "model.safetensors").mkdir()
+
+
 def change_config(**changes: Any) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         file = model / "config.json"
@@ -51,6 +58,8 @@ BROKEN = [
     (garble_config, "config.json"),
     (remove_tokenizer, "tokenizer.json"),
     (change_config(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "GPT2LMHeadModel"),
+    (change_config(rope_scaling="linear"), "'rope_scaling' must be an object"),
+    (replace_weights_by_a_directory, "model.safetensors: Is a directory"),
 ]
 
 
@@ -82,6 +91,7 @@ def test_broken_models(
         ({"num_hidden_layers": 3}, "layers.2"),
         ({"hidden_size": 48}, "shape"),
         ({"vocab_size": 300}, "embed_tokens"),
+        ({"max_position_embeddings": 2**31 - 1}, "lower max_model_len"),
     ],
 )
 def test_weights_that_do_not_fit_the_configuration(
@@ -89,6 +99,15 @@ def test_weights_that_do_not_fit_the_configuration(
 ) -> None:
     model = write_tiny_model(tmp_path / "model", **changes)
     check_one_line(sparkgap("generate", "hi", "--model", str(model)), message)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_a_dtype_that_needs_scales(sparkgap: Callable[..., Any], tmp_path: Path, dtype: torch.dtype) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, model / "model.safetensors")
+    check_one_line(sparkgap("generate", "hi", "--model", str(model)), f"{name} is stored as")
 
 
 def test_truncated_gguf(sparkgap: Callable[..., Any], tmp_path: Path) -> None:
@@ -112,6 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["hi", "--stop-token-ids", "99999"], "token id 99999, outside the vocabulary"),
         (["hi", "--max-model-len", str(CONTEXT + 1)], "max_model_len"),
         (["hi", "--kv-cache-memory", "1K"], "kv_cache_memory"),
+        (["hi", "--kv-cache-memory", "1000T"], "of memory are available; lower it"),
         (["hi", "--device", "nonsense"], "device"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,65 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     finally:
         os.close(write_end)
     assert (result.returncode, result.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        (">/dev/full", "standard output: No space left"),
+        (">&-", "standard output is closed"),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["--help", "info --json"])
+def test_output_that_cannot_be_written(arguments: str, redirection: str, message: str) -> None:
+    command = f"{sys.executable} -m sparkgap {arguments} {redirection}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("sparkgap: error: ")
+    assert message in result.stderr or "No space left" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_during_imports_ends_the_program_without_a_word(tmp_path: Path) -> None:
+    """Some imports swallow the exception that Ctrl-C raises; a module that does so stands in for them."""
+    package = tmp_path / "typer"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(
+        [sys.executable, "-m", "sparkgap", "--version"], env=environment, capture_output=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_interrupts_are_exceptions_again_after_imports(sparkgap: Callable[..., Any]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert sparkgap("info", "--json").status == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_standard_streams_that_are_closed() -> None:
+    def run(rest: str) -> subprocess.CompletedProcess[str]:
+        command = f"{sys.executable} -m sparkgap {rest}"
+        return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+
+    result = run("generate - <&-")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("sparkgap: error: standard input is closed")
+    result = run("generate hi --temperature -1 2>&-")
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("cache", ["~no-such-user/x", "/tmp/" + "x" * 5000], ids=["user", "long"])
+def test_a_cache_that_cannot_be(sparkgap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setenv("SPARKGAP_CACHE", cache)
+    for arguments in (["info"], ["info", "--json"], ["generate", "hi", "--offline"], ["pull", "smollm2-135m"]):
+        result = sparkgap(*arguments)
+        assert (result.status, result.out) == (2, "")
+        assert "SPARKGAP_CACHE" in result.err
+        assert result.err.count("\n") == 1
 
 
 def test_info(sparkgap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 def test_stop_strings_do_not_depend_on_pieces(text, stop_list, data):
     finder = StopStrings(stop_list)
     ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stop_list)]
-    seen = 0
+    seen = held_from = 0
     while seen < len(text):
         size = data.draw(st.integers(1, 5))
         arrived = text[: seen + size]
@@ -153,7 +153,27 @@ def test_stop_strings_do_not_depend_on_pieces(text, stop_list, data):
             assert text[match.start : match.end] == match.stop
             assert len(match.stop) == max(len(s) for s in stop_list if text[: match.end].endswith(s))
             return
-        held = finder.num_held(arrived)
+        held_from = finder.held_from(arrived, held_from)
         prefixes = [n for n in range(1, len(arrived) + 1) if any(s.startswith(arrived[-n:]) for s in stop_list)]
-        assert held == max(prefixes, default=0)
+        assert len(arrived) - held_from == max(prefixes, default=0)
         seen += size
+
+
+class CountingStr(str):
+    """A stop string that counts the comparisons with it."""
+
+    compared = 0
+
+    def startswith(self, *arguments):
+        CountingStr.compared += 1
+        return super().startswith(*arguments)
+
+
+def test_long_stop_strings_cost_no_more_as_the_text_grows():
+    finder = StopStrings([CountingStr("x" * 2000)])
+    text, held_from = "", 0
+    for piece in "xy" * 500 + "x" * 1000:
+        text += piece
+        held_from = finder.held_from(text, held_from)
+    assert held_from == 1000
+    assert CountingStr.compared <= 2 * len(text)

@@ -1,7 +1,9 @@
 """Requests through the engine: scheduling, blocks, stop conditions, failures."""
 
+import sys
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from sparkgap.config import SamplingParams
@@ -323,3 +325,62 @@ def test_metrics():
     plain = generate(make_engine(), [1], max_tokens=1).metrics
     assert plain.tpot_ms is None
     assert (plain.draft_rounds, plain.acceptance_rate, plain.acceptance_by_position) == (0, None, [])
+
+
+def interrupt_at(line_number, call):
+    """Run `call`, raising KeyboardInterrupt before the given line (counted as run) of scheduling and computing."""
+    remaining = line_number
+
+    def trace(frame, event, argument):
+        nonlocal remaining
+        if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py", "fakes.py")):
+            return None
+        if event == "line":
+            remaining -= 1
+            if remaining == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return call()
+    finally:
+        sys.settrace(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    line_number=st.integers(1, 300),
+    num_steps=st.integers(0, 6),
+    draft=st.sampled_from([0, 3]),
+    blocks=st.sampled_from([9, 64]),
+    kind=st.sampled_from(["delta", "final"]),
+)
+def test_an_interrupted_step_loses_nothing(line_number, num_steps, draft, blocks, kind):
+    engine = make_engine(draft=draft, blocks=blocks, max_num_batched_tokens=5, max_num_seqs=4)
+    prompts = [[1] * 7, [2, 3], [4]]
+    ids = [
+        engine.add_request(p, SamplingParams(max_tokens=6 + i, n=2), output_kind=kind) for i, p in enumerate(prompts)
+    ]
+    tokens = {}
+
+    def take(outputs):
+        for output in outputs:
+            for completion in output.outputs:
+                tokens.setdefault((output.request_id, completion.index), []).extend(completion.token_ids)
+
+    for _ in range(num_steps):
+        take(engine.step())
+    stopped = False
+    try:
+        take(interrupt_at(line_number, engine.step))
+    except KeyboardInterrupt:
+        stopped = True
+    for outputs in run(engine).values():
+        take(outputs)
+    for i, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+        for index in range(2):
+            assert tokens[request_id, index] == expected_tokens(prompt, 6 + i)
+    event(f"interrupted: {stopped}")

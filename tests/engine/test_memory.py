@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkgap.config import EngineConfig
-from sparkgap.engine.memory import kv_cache_blocks
+from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.errors import ConfigError
 
 GIB = 1 << 30
@@ -40,6 +40,24 @@ def test_given_sizes():
 def test_one_sequence_must_fit():
     with pytest.raises(ConfigError, match=r"max_model_len 32768 takes 2048 MiB, and 1024 MiB"):
         blocks(length=32768, available=GIB)
+
+
+def test_more_is_given_than_there_is():
+    with pytest.raises(ConfigError, match=r"is 2048 MiB, and 1024 MiB of memory are available; lower it"):
+        blocks(given_bytes=2 * GIB, length=16, available=GIB)
+
+
+def test_a_model_must_fit():
+    def check(weights_bytes, max_model_len):
+        check_model_fits(
+            "m", weights_bytes=weights_bytes, position_bytes=1 << 20, max_model_len=max_model_len, available_bytes=GIB
+        )
+
+    check(GIB // 2, 512)
+    with pytest.raises(ConfigError, match=r"weights of model m take 2048 MiB, and 1024 MiB"):
+        check(2 * GIB, 1)
+    with pytest.raises(ConfigError, match=r"one sequence of max_model_len 513 513 MiB.*lower max_model_len"):
+        check(GIB // 2, 513)
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**6), st.integers(1, 64), st.integers(0, 10**12), st.booleans())

@@ -202,3 +202,66 @@ def test_table_of_a_partial_rotation():
             angle = position * 100.0 ** (-2 * pair / 8)
             assert table.cos[position, pair].item() == pytest.approx(math.cos(angle), abs=1e-5)
             assert table.sin[position, pair].item() == pytest.approx(math.sin(angle), abs=1e-5)
+
+
+ODD_VALUES = ["abc", "", -1, 0, 1, 2.5, True, None, [], [1], [None], {}, {"a": 1}, 10**12, 10**400, math.nan, math.inf]
+ROPE_KEYS = (
+    *("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+)
+CONFIG_KEYS = (
+    *BASE,
+    *("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
+    *("max_window_layers", "use_sliding_window", "partial_rotary_factor", "hidden_act", "quantization_config"),
+    *("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_freq_factors", "original_max_position_embeddings"),
+)
+
+
+def check_line(message):
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def read_or_refuse(config):
+    """Either an error that names what is wrong in one line, or a configuration that a table can be made of."""
+    try:
+        read = ModelConfig.from_hf(config)
+        table = rotary_table(read.rope, read.head_dim, 4, torch.device("cpu"))
+    except (CheckpointError, UnsupportedModelError) as error:
+        check_line(str(error))
+    else:
+        assert table.cos.isfinite().all()
+        assert math.isfinite(read.rms_norm_eps)
+        assert read.num_layers <= 10_000
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_keys_of_every_kind_are_read_or_refused(architecture, key):
+    windows = {"use_sliding_window": True} if key in ("sliding_window", "layer_types", "max_window_layers") else {}
+    for value in ODD_VALUES:
+        read_or_refuse(BASE | {"architectures": [architecture]} | windows | {key: value})
+
+
+@pytest.mark.parametrize("key", ROPE_KEYS)
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rope_parameters_of_every_kind_are_read_or_refused(kind, key):
+    parameters = YARN | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for value in ODD_VALUES:
+        other = {"mscale": 0.7, "mscale_all_dim": 0.7} if "mscale" in key else {}
+        read_or_refuse(BASE | {"rope_scaling": parameters | other | {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": math.nan}, "'rms_norm_eps' must be a finite number"),
+        ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false, got 'false'"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be an integer of at most"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list of strings"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta"),
+    ],
+)
+def test_silent_mistakes_are_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(BASE | changes)

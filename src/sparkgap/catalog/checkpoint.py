@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sparkgap.catalog.gguf_file import GgufSource
 from sparkgap.catalog.gguf_tokenizer import end_token_ids, tokenizer_from_gguf
-from sparkgap.catalog.json_files import read_json, read_optional_json
+from sparkgap.catalog.json_files import read_json, read_optional_json, readable
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.resolve import model_file, resolve
 from sparkgap.catalog.safetensors_files import SafetensorsSource
@@ -64,8 +64,9 @@ def open_checkpoint(model: str, *, allow_download: bool = True, progress: Progre
 
 def open_path(name: str, path: Path) -> Checkpoint:
     """Open a model's directory or `.gguf` file under a name. Raises as `open_checkpoint`."""
-    path = model_file(path) if path.is_dir() else path
-    return _open_directory(name, path) if path.is_dir() else _open_gguf(name, path)
+    with readable(path):
+        path = model_file(path) if path.is_dir() else path
+        return _open_directory(name, path) if path.is_dir() else _open_gguf(name, path)
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:

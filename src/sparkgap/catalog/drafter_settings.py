@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparkgap.catalog.keys import LARGEST_INTEGER, Keys, shown
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 DraftMethod = Literal["dspark", "dflash"]
@@ -19,6 +20,10 @@ _EMBEDDING_OUTPUT = -1
 """Engine layer id of the stream before the first layer."""
 
 _SLIDING = "sliding_attention"
+
+_LARGEST_BLOCK = 1024
+_MOST_LAYERS = 1000
+"""Far above any drafter; damaged numbers must not cost memory."""
 
 _HEAD_KEYS = frozenset(
     {
@@ -97,7 +102,7 @@ def parse_method(method: object, name: str) -> DraftMethod:
         if isinstance(method, str) and method.lower() == known:
             return known
     raise UnsupportedModelError(
-        f"drafter {name}: method {method!r} is not supported; this engine runs {' and '.join(DRAFT_METHODS)}"
+        f"drafter {name}: method {shown(method)} is not supported; this engine runs {' and '.join(DRAFT_METHODS)}"
     )
 
 
@@ -136,13 +141,14 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
     _refuse_unknown_features(config, name)
     _refuse_unknown_features(transformer, name)
     if (projector := config.get("projector_type", "dflash")) != "dflash":
-        raise UnsupportedModelError(f"drafter {name}: projector_type {projector!r} is not supported")
-    block_size = _integer(config, "block_size", name, minimum=1)
-    sample_from_anchor = config.get("sample_from_anchor")
+        raise UnsupportedModelError(f"drafter {name}: projector_type {shown(projector)} is not supported")
+    block_size = _integer(config, "block_size", name, minimum=1, maximum=_LARGEST_BLOCK)
+    keys = _keys(config, name)
+    sample_from_anchor = keys.flag("sample_from_anchor") if "sample_from_anchor" in keys else None
     if sample_from_anchor is None:
-        sample_from_anchor = _layout_from_proposals(config, block_size, method)
+        sample_from_anchor = _layout_from_proposals(config, name, block_size, method)
     # Absent means bidirectional: published checkpoints from before the key were trained that way.
-    causal_when_sliding = not config.get("sliding_window_non_causal", True)
+    causal_when_sliding = not keys.flag("sliding_window_non_causal", True)
     windows = _windows(transformer, transformer.get("layer_types"), transformer.get("sliding_window"), name)
     return _settings(
         config,
@@ -153,49 +159,49 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
         layer_causal=tuple(causal_when_sliding and window is not None for window in windows),
         target_layer_ids=layer_ids_from_speculators(_layer_ids(config, "aux_hidden_state_layer_ids", name)),
         block_size=block_size,
-        sample_from_anchor=bool(sample_from_anchor),
+        sample_from_anchor=sample_from_anchor,
     )
 
 
-def _layout_from_proposals(config: Mapping[str, Any], block_size: int, method: DraftMethod) -> bool:
+def _layout_from_proposals(config: Mapping[str, Any], name: str, block_size: int, method: DraftMethod) -> bool:
     """Whether the anchor predicts, for checkpoints written before the format had a key for it: as many
     speculative tokens as block rows mean that it does, one fewer that it does not."""
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or []
-    tokens = proposals[0].get("speculative_tokens") if proposals else None
+    proposals = (_keys(config, name).mapping("speculators_config") or {}).get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
     if tokens in (block_size, block_size - 1):
         return bool(tokens == block_size)
     return method == "dspark"
 
 
 def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
-    nested = config.get("dflash_config") or {}
-    merged = {**nested, **{key: value for key, value in config.items() if value is not None}}
+    nested = _keys(config, name).mapping("dflash_config") or {}
+    merged: dict[str, Any] = {**nested, **{key: value for key, value in config.items() if value is not None}}
     _refuse_unknown_features(merged, name)
-    architecture = next(iter(config.get("architectures") or ()), "")
+    architecture = next(iter(_keys(config, name).strings("architectures") or ()), "")
     projector = nested.get("projector_type", "dflash")
     if projector not in DRAFT_METHODS:
-        raise UnsupportedModelError(f"drafter {name}: projector_type {projector!r} is not supported")
+        raise UnsupportedModelError(f"drafter {name}: projector_type {shown(projector)} is not supported")
     if "dspark" not in architecture.lower() and "dflash" not in architecture.lower():
         raise UnsupportedModelError(
-            f"drafter {name}: architecture {architecture!r} is not a DSpark or DFlash draft model, and "
+            f"drafter {name}: architecture {shown(architecture)} is not a DSpark or DFlash draft model, and "
             "config.json has no speculators_model_type"
         )
-    dspark = "dspark" in architecture.lower() or projector == "dspark" or bool(merged.get("markov_rank"))
-    layer_types = merged.get("layer_types")
-    if nested.get("use_swa") and _SLIDING not in (layer_types or ()):
-        layer_types = [_SLIDING] * _integer(merged, "num_hidden_layers", name, minimum=1)
+    keys, nested_keys = _keys(merged, name), _keys(nested, name)
+    dspark = "dspark" in architecture.lower() or projector == "dspark" or keys.integer("markov_rank", 0, minimum=0) > 0
+    layer_types = keys.strings("layer_types")
+    if nested_keys.flag("use_swa") and _SLIDING not in (layer_types or ()):
+        layer_types = [_SLIDING] * _integer(merged, "num_hidden_layers", name, minimum=1, maximum=_MOST_LAYERS)
         sliding_means_causal = False
     else:
         sliding_means_causal = not dspark
     window = nested.get("swa_window_size", merged.get("sliding_window"))
     windows = _windows(merged, layer_types, window, name)
-    explicit = merged.get("is_causal", nested.get("causal"))
+    explicit = nested_keys.flag("causal") if "causal" in nested_keys else None
+    explicit = keys.flag("is_causal") if "is_causal" in keys else explicit
     causal = tuple(
-        bool(explicit) if explicit is not None else (sliding_means_causal and window is not None) for window in windows
+        explicit if explicit is not None else (sliding_means_causal and window is not None) for window in windows
     )
-    sample_from_anchor = merged.get("sample_from_anchor")
-    if sample_from_anchor is None:
-        sample_from_anchor = "dspark" in architecture.lower()
     return _settings(
         merged,
         name,
@@ -204,8 +210,8 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
         layer_windows=windows,
         layer_causal=causal,
         target_layer_ids=tuple(_layer_ids(merged, "target_layer_ids", name)),
-        block_size=_integer(merged, "block_size", name, minimum=1),
-        sample_from_anchor=bool(sample_from_anchor),
+        block_size=_integer(merged, "block_size", name, minimum=1, maximum=_LARGEST_BLOCK),
+        sample_from_anchor=keys.flag("sample_from_anchor", "dspark" in architecture.lower()),
     )
 
 
@@ -224,15 +230,16 @@ def _settings(
     """The settings both formats spell alike, with the ones given."""
     vocab_size = _integer(transformer, "vocab_size", name, minimum=1)
     hidden_size = _integer(transformer, "hidden_size", name, minimum=1)
-    markov_rank = config.get("markov_rank") or 0
-    head_type = str(config.get("markov_head_type") or "vanilla").lower()
+    keys = _keys(config, name)
+    markov_rank = keys.integer("markov_rank", 0, minimum=0)
+    head_type = keys.text("markov_head_type", "vanilla").lower()
     if markov_rank and head_type not in MARKOV_HEAD_TYPES:
         raise UnsupportedModelError(
-            f"drafter {name}: markov_head_type {head_type!r} is not supported; this engine runs "
+            f"drafter {name}: markov_head_type {shown(head_type)} is not supported; this engine runs "
             f"{', '.join(MARKOV_HEAD_TYPES)}"
         )
-    confidence_head = bool(config.get("enable_confidence_head", False))
-    with_markov = confidence_head and bool(config.get("confidence_head_with_markov", False))
+    confidence_head = keys.flag("enable_confidence_head")
+    with_markov = confidence_head and keys.flag("confidence_head_with_markov")
     if with_markov and not markov_rank:
         raise CheckpointError(
             f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
@@ -242,33 +249,34 @@ def _settings(
         transformer=dict(transformer),
         layer_windows=layer_windows,
         layer_causal=layer_causal,
-        target_hidden_size=int(config.get("target_hidden_size") or hidden_size),
+        target_hidden_size=keys.integer("target_hidden_size", hidden_size),
         target_layer_ids=target_layer_ids,
         block_size=block_size,
         mask_token_id=_integer(config, "mask_token_id", name),
         sample_from_anchor=sample_from_anchor,
-        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
-        markov_rank=int(markov_rank),
+        draft_vocab_size=keys.integer("draft_vocab_size", vocab_size),
+        markov_rank=markov_rank,
         markov_head_type=head_type if markov_rank else "vanilla",  # type: ignore[arg-type]
         confidence_head=confidence_head,
         confidence_head_with_markov=with_markov,
-        num_target_layers=config.get("num_target_layers"),
+        num_target_layers=keys.optional_integer("num_target_layers"),
     )
 
 
-def _integer(config: Mapping[str, Any], key: str, name: str, minimum: int = 0) -> int:
-    value = config.get(key)
-    if value is None:
+def _keys(config: Mapping[str, Any], name: str) -> Keys:
+    return Keys(config, f"drafter {name.replace('{', '{{').replace('}', '}}')}: {{key}}")
+
+
+def _integer(config: Mapping[str, Any], key: str, name: str, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
+    if config.get(key) is None:
         raise CheckpointError(f"drafter {name}: config.json has no {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise CheckpointError(f"drafter {name}: {key} must be an integer of at least {minimum}, got {value!r}")
-    return value
+    return _keys(config, name).integer(key, minimum=minimum, maximum=maximum)
 
 
 def _layer_ids(config: Mapping[str, Any], key: str, name: str) -> list[int]:
     ids = config.get(key)
     if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int for i in ids):
-        raise CheckpointError(f"drafter {name}: {key} must be a list of layer ids, got {ids!r}")
+        raise CheckpointError(f"drafter {name}: {key} must be a list of layer ids, got {shown(ids)}")
     if len(set(ids)) != len(ids):
         raise CheckpointError(f"drafter {name}: {key} names a layer twice: {list(ids)}")
     return list(ids)
@@ -276,20 +284,20 @@ def _layer_ids(config: Mapping[str, Any], key: str, name: str) -> list[int]:
 
 def _windows(transformer: Mapping[str, Any], layer_types: object, window: object, name: str) -> tuple[int | None, ...]:
     """Sliding window of each layer from `layer_types`; without them every layer sees its whole context."""
-    layers = _integer(transformer, "num_hidden_layers", name, minimum=1)
+    layers = _integer(transformer, "num_hidden_layers", name, minimum=1, maximum=_MOST_LAYERS)
     if layer_types is None:
         return (None,) * layers
     known = ("full_attention", _SLIDING)
     if not isinstance(layer_types, list | tuple) or len(layer_types) != layers:
-        raise CheckpointError(f"drafter {name}: layer_types must name {layers} layers, got {layer_types!r}")
+        raise CheckpointError(f"drafter {name}: layer_types must name {layers} layers, got {shown(layer_types)}")
     for kind in layer_types:
         if kind not in known:
-            raise UnsupportedModelError(f"drafter {name}: layer type {kind!r} is not supported")
+            raise UnsupportedModelError(f"drafter {name}: layer type {shown(kind)} is not supported")
     if _SLIDING not in layer_types:
         return (None,) * layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise CheckpointError(
-            f"drafter {name}: it has sliding-window layers, and sliding_window {window!r} is no positive number"
+            f"drafter {name}: it has sliding-window layers, and sliding_window {shown(window)} is no positive number"
         )
     return tuple(window if kind == _SLIDING else None for kind in layer_types)
 
@@ -298,4 +306,4 @@ def _refuse_unknown_features(config: Mapping[str, Any], name: str) -> None:
     for key, neutral in _NEUTRAL.items():
         value = config.get(key)
         if value is not None and value not in neutral:
-            raise UnsupportedModelError(f"drafter {name}: {key} = {value!r} is not supported")
+            raise UnsupportedModelError(f"drafter {name}: {key} = {shown(value)} is not supported")

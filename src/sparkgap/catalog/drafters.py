@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_speculators, read_settings
-from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.json_files import read_json, readable
+from sparkgap.catalog.keys import Keys
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.resolve import resolve
 from sparkgap.catalog.safetensors_files import SafetensorsSource
@@ -74,7 +75,8 @@ def open_drafter(
     path = resolve(model, allow_download=allow_download, progress=progress)
     if not path.is_dir():
         raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")
-    return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
+    with readable(path):
+        return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
 
 
 def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) -> DrafterCheckpoint:
@@ -98,18 +100,22 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
 
 
 def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Names and shapes of a draft checkpoint's tensors: those it must have, and those it may."""
-    config = settings.transformer
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or _QWEN3_HEAD_DIM
-    q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or _QWEN3_KV_HEADS) * head_dim
+    """Names and shapes of a draft checkpoint's tensors: those it must have, and those it may.
+
+    Raises:
+        CheckpointError: a size is missing or is none.
+    """
+    config = Keys(settings.transformer, "draft layers: {key}")
+    hidden, inner = config.integer("hidden_size"), config.integer("intermediate_size")
+    heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads", _QWEN3_KV_HEADS)
+    head_dim = config.integer("head_dim", _QWEN3_HEAD_DIM)
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
     required: dict[str, Shape] = {
         "fc.weight": (hidden, len(settings.target_layer_ids) * settings.target_hidden_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    for i in range(config["num_hidden_layers"]):
+    for i in range(config.integer("num_hidden_layers")):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         projections = {
             "q": (q_size, hidden),
@@ -119,14 +125,14 @@ def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str
         }
         for key, shape in projections.items():
             required[f"{attention}.{key}_proj.weight"] = shape
-            if config.get("attention_bias"):
+            if config.flag("attention_bias"):
                 required[f"{attention}.{key}_proj.bias"] = shape[:1]
         required[f"{attention}.q_norm.weight"] = required[f"{attention}.k_norm.weight"] = (head_dim,)
         required[f"{mlp}.gate_proj.weight"] = required[f"{mlp}.up_proj.weight"] = (inner, hidden)
         required[f"{mlp}.down_proj.weight"] = (hidden, inner)
         required[f"layers.{i}.input_layernorm.weight"] = (hidden,)
         required[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
-    vocab, draft_vocab = config["vocab_size"], settings.draft_vocab_size
+    vocab, draft_vocab = config.integer("vocab_size"), settings.draft_vocab_size
     optional: dict[str, Shape] = {
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (draft_vocab, hidden),
@@ -151,7 +157,7 @@ def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str
 
 def _check_tensors(settings: DrafterSettings, shapes: Mapping[str, Shape], name: str) -> None:
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if not isinstance(settings.transformer.get(key), int):
+        if settings.transformer.get(key) is None:
             raise CheckpointError(f"drafter {name}: config.json has no {key}")
     required, optional = tensor_shapes(settings)
     for key, shape in required.items():

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
+from sparkgap.catalog.keys import shown
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 _MAGIC = b"GGUF"
@@ -114,7 +115,7 @@ class _HeaderReader:
         for _ in range(metadata_count):
             key = self._string()
             if key in metadata:
-                self._damaged(f"metadata key {key!r} appears twice")
+                self._damaged(f"metadata key {shown(key)} appears twice")
             metadata[key] = self._value(self._u32(), key)
         self._check_count(tensor_count, 8 + 4 + 4 + 8, "tensors")
         table = [self._tensor_entry() for _ in range(tensor_count)]
@@ -137,14 +138,14 @@ class _HeaderReader:
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in table:
             if name in tensors:
-                self._damaged(f"tensor {name!r} appears twice")
+                self._damaged(f"tensor {shown(name)} appears twice")
             block_elements, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block_elements:
-                self._damaged(f"tensor {name} has rows of {shape[-1]}, not a multiple of {kind.name} blocks")
+                self._damaged(f"tensor {shown(name)} has rows of {shape[-1]}, not a multiple of {kind.name} blocks")
             size_bytes = math.prod(shape) // block_elements * block_bytes
             if start + offset + size_bytes > self.size:
                 self._damaged(
-                    f"tensor {name} ends at byte {start + offset + size_bytes:,} of a file of {self.size:,} bytes"
+                    f"tensor {shown(name)} ends at byte {start + offset + size_bytes:,}, and the file has {self.size:,}"
                 )
             tensors[name] = GgufTensor(shape, kind, start + offset, size_bytes)
         return tensors
@@ -159,15 +160,15 @@ class _HeaderReader:
         name = self._string()
         dimensions = self._u32()
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            self._damaged(f"tensor {name!r} has {dimensions} dimensions")
+            self._damaged(f"tensor {shown(name)} has {dimensions} dimensions")
         shape = tuple(self._u64() for _ in range(dimensions))[::-1]
         if 0 in shape:
-            self._damaged(f"tensor {name!r} has an empty dimension")
+            self._damaged(f"tensor {shown(name)} has an empty dimension")
         kind = self._u32()
         try:
             return name, shape, GGMLQuantizationType(kind), self._u64()
         except ValueError as error:
-            raise UnsupportedModelError(f"{self.path}: tensor {name!r} has the unknown type {kind}") from error
+            raise UnsupportedModelError(f"{self.path}: tensor {shown(name)} has the unknown type {kind}") from error
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == GGUFValueType.STRING:
@@ -185,16 +186,16 @@ class _HeaderReader:
     def _scalars(self, kind: int, count: int, key: str) -> tuple[Any, ...]:
         code = _SCALARS.get(kind)  # type: ignore[call-overload]
         if code is None:
-            self._damaged(f"metadata key {key!r} has the unknown type {kind}")
+            self._damaged(f"metadata key {shown(key)} has the unknown type {kind}")
         item_bytes = struct.calcsize(f"<{code}")
-        self._check_count(count, item_bytes, f"values of {key}")
+        self._check_count(count, item_bytes, f"values of {shown(key)}")
         values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
         self.position += count * item_bytes
         return values
 
     def _strings(self, count: int, key: str) -> list[str]:
         """The hot loop: a vocabulary and its merges are a hundred thousand short strings."""
-        self._check_count(count, 8, f"values of {key}")
+        self._check_count(count, 8, f"values of {shown(key)}")
         data, position, size, length_at = self.data, self.position, self.size, _U64.unpack_from
         strings: list[str] = []
         append = strings.append
@@ -202,13 +203,13 @@ class _HeaderReader:
             for _ in range(count):
                 end = position + 8 + length_at(data, position)[0]
                 if end > size:
-                    self._damaged(f"the file ends inside {key}")
+                    self._damaged(f"the file ends inside {shown(key)}")
                 append(data[position + 8 : end].decode())
                 position = end
         except struct.error:
-            self._damaged(f"the file ends inside {key}")
+            self._damaged(f"the file ends inside {shown(key)}")
         except UnicodeDecodeError:
-            self._damaged(f"{key} holds text that is not UTF-8")
+            self._damaged(f"{shown(key)} holds text that is not UTF-8")
         self.position = position
         return strings
 

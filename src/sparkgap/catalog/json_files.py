@@ -1,10 +1,22 @@
 """Reading a model directory's JSON files."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparkgap.errors import CheckpointError
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals below a model's path into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        raise CheckpointError(f"cannot read {place}: {error.strerror or error}; check its permissions") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

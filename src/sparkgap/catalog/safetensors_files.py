@@ -121,6 +121,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
+    path.open("rb").close()  # the library tells neither a directory nor a lack of permission from damage
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:

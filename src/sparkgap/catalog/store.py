@@ -30,12 +30,23 @@ STAMP_NAME = "sparkgap.json"
 
 
 def cache_root() -> Path:
-    """`$SPARKGAP_CACHE`, else `$XDG_CACHE_HOME/sparkgap`, else `~/.cache/sparkgap`."""
-    if own := os.environ.get("SPARKGAP_CACHE"):
-        return Path(own).expanduser().absolute()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "sparkgap"
-    return Path.home() / ".cache" / "sparkgap"
+    """`$SPARKGAP_CACHE`, else `$XDG_CACHE_HOME/sparkgap`, else `~/.cache/sparkgap`.
+
+    Raises:
+        DownloadError: there is no home directory to put it in.
+    """
+    own, shared = os.environ.get("SPARKGAP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        if shared:
+            return Path(shared).expanduser().absolute() / "sparkgap"
+        return Path.home() / ".cache" / "sparkgap"
+    except (RuntimeError, OSError) as error:
+        named = own or shared or "~/.cache"
+        raise DownloadError(
+            f"no directory for the cache: {named} cannot be resolved ({error}); set SPARKGAP_CACHE to a directory"
+        ) from error
 
 
 def folder_name(name: str) -> str:
@@ -71,6 +82,18 @@ class ModelStore:
     def directory(self, name: str) -> Path:
         """Where a model's files are once it is cached."""
         return self.root / "models" / folder_name(name)
+
+    def folders(self) -> list[str]:
+        """Names of the folders in which models are, sorted.
+
+        Raises:
+            DownloadError: the cache cannot be read.
+        """
+        models = self.root / "models"
+        try:
+            return sorted(path.name for path in models.iterdir()) if models.is_dir() else []
+        except OSError as error:
+            raise _unreadable(models, error) from error
 
     def find(self, name: str) -> Path | None:
         """A cached model's directory if all its files are there in their recorded sizes, else None."""
@@ -190,18 +213,26 @@ def _read_stamp(directory: Path) -> Mapping[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise DownloadError(f"cannot read {directory / STAMP_NAME}: {error.strerror}; check its permissions") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _unreadable(directory / STAMP_NAME, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return None
+
+
+def _unreadable(path: Path, error: OSError) -> DownloadError:
+    return DownloadError(
+        f"cannot read {path}: {error.strerror}; check its permissions, or set SPARKGAP_CACHE to another directory"
+    )
 
 
 def _problem(directory: Path, stamp: Mapping[str, Any]) -> str | None:
     for name, file in stamp["files"].items():
         try:
             size = (directory / name).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing"
+        except OSError as error:
+            raise _unreadable(directory / name, error) from error
         if size != file["size_bytes"]:
             return f"{name} has {size:,} bytes, expected {file['size_bytes']:,}"
     return None

@@ -67,7 +67,7 @@ class Tokenizer:
         specials = {**read_optional_json(directory / "special_tokens_map.json"), **config}
         return cls(
             _load(path),
-            special_tokens=_special_texts(specials),
+            special_tokens=_special_texts(specials, directory),
             chat_template=_directory_template(directory, config),
         )
 
@@ -149,7 +149,7 @@ def select_template(template: Any, where: str) -> str | None:
     if template is None or isinstance(template, str):
         return template
     if isinstance(template, list):
-        template = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
     if isinstance(template, dict):
         chosen = template.get("default", next(iter(template.values()), None))
         if isinstance(chosen, str):
@@ -180,7 +180,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_texts(config: Mapping[str, Any], directory: Path) -> dict[str, str]:
     """Texts of the named special tokens, which are stored as strings or as objects with `content`."""
     texts = {}
     for name in _NAMED_SPECIALS:
@@ -188,8 +188,19 @@ def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping):
             value = value.get("content")
         if isinstance(value, str):
+            if not _is_unicode(value):
+                raise CheckpointError(f"{directory}: the tokenizer's {name} is not valid Unicode; copy it again")
             texts[name] = value
     return texts
+
+
+def _is_unicode(text: str) -> bool:
+    """False with lone surrogates, which JSON's escapes can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from sparkgap.errors import UnsupportedModelError
 
 
 class WeightSource(Protocol):
@@ -25,3 +28,23 @@ class WeightSource(Protocol):
         """A tensor, dequantized to float32 if quantized, else in its stored dtype; may be a read-only view of the
         mapped file. Raises CheckpointError naming a missing tensor."""
         ...
+
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def read_weight(source: WeightSource, name: str) -> Tensor:
+    """A tensor that a network multiplies with.
+
+    Raises:
+        CheckpointError: no such tensor.
+        UnsupportedModelError: it is not stored in a plain floating-point dtype: integers and 8-bit floats mean
+            something only with the scales of the quantization that made them.
+    """
+    tensor = source.get(name)
+    if tensor.dtype not in _FLOATING:
+        raise UnsupportedModelError(
+            f"tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantization that is not "
+            "supported; use the unquantized checkpoint or a GGUF file"
+        )
+    return tensor

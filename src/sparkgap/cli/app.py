@@ -11,12 +11,13 @@ from sparkgap import __version__
 from sparkgap.cli.bench import bench_app
 from sparkgap.cli.chat import chat
 from sparkgap.cli.check import check
-from sparkgap.cli.console import print_error
+from sparkgap.cli.console import print_error, write_text
 from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
-from sparkgap.errors import SparkgapError
+from sparkgap.cli.train import train
+from sparkgap.errors import OutputError, SparkgapError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -48,7 +49,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.add_typer(bench_app, name="bench")
@@ -65,19 +66,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         status = _run(arguments)
-        sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes standard output once more when it ends: give it a place where that cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
         status = EXIT_BROKEN_PIPE
     sys.exit(status)
+
+
+def _abandon_output() -> None:
+    """Python flushes standard output once more when it ends: give it a place where that cannot fail."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     command = typer.main.get_command(app)
     try:
         status = command.main(args=arguments, prog_name="sparkgap", standalone_mode=False)
+        write_text("")  # flushes
         return status if isinstance(status, int) else 0
+    except BrokenPipeError:
+        raise
+    except (OutputError, OSError) as error:
+        # Files are read where their errors are told by name; what is left is help that cannot be written.
+        print_error(str(error))
+        _abandon_output()
+        return EXIT_BAD_INPUT
     except SparkgapError as error:
         print_error(str(error))
         return EXIT_BAD_INPUT

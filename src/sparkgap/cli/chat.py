@@ -45,6 +45,8 @@ def chat(
     llm = loading.load_llm(config)
     if llm.tokenizer.chat_template is None:
         raise PromptError(f"model {config.model} has no chat template; use sparkgap generate --raw with it")
+    if sys.stdin is None:
+        raise PromptError("standard input is closed; chat reads its messages there")
     interactive = sys.stdin.isatty()
     session = ChatSession(llm, params, system=system, verbose=verbose, interactive=interactive)
     session.run(_TypedMessages() if interactive else _piped_messages())

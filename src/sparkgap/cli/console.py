@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from sparkgap.errors import OutputError
+
 
 def stderr_console() -> Console:
     """A console on standard error that changes nothing in the text it is given."""
@@ -16,8 +18,9 @@ def stderr_console() -> Console:
 
 
 def print_error(message: str) -> None:
-    """One line, whatever line breaks the message holds."""
-    print(f"sparkgap: error: {' '.join(message.split())}", file=sys.stderr)
+    """One line, whatever line breaks the message holds; nothing where standard error is closed."""
+    if sys.stderr is not None:
+        print(f"sparkgap: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def print_note(message: str) -> None:
@@ -27,13 +30,24 @@ def print_note(message: str) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on one line. JSON has no NaN or infinity: such a value raises ValueError."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_text(text: str) -> None:
-    """A piece of an answer, shown at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """A piece of an answer, shown at once.
+
+    Raises:
+        OutputError: it cannot be written; a reader that went away is a BrokenPipeError.
+    """
+    if sys.stdout is None:
+        raise OutputError("standard output is closed; give it a place to write to")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to standard output: {error.strerror}; check its disk") from error
 
 
 def use_utf8_output() -> None:

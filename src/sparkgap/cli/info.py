@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from sparkgap import __version__
-from sparkgap.cli.console import format_bytes, print_json, use_utf8_output
+from sparkgap.cli.console import format_bytes, print_json, use_utf8_output, write_text
+from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.config import EngineConfig
 
 
@@ -20,7 +21,8 @@ def info(
 ) -> None:
     """Show the machine and the models that are here, or the facts of one model."""
     use_utf8_output()
-    facts = machine_facts() if model is None else model_facts(model)
+    with ending_at_once():
+        facts = machine_facts() if model is None else model_facts(model)
     if as_json:
         print_json(facts)
     else:
@@ -60,11 +62,9 @@ def _cached_models() -> list[dict[str, Any]]:
     from sparkgap.catalog.store import ModelStore
 
     store = ModelStore()
-    models = store.root / "models"
-    names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
     return [
         {"name": name, "path": str(path), "size_bytes": directory_bytes(path)}
-        for name in names
+        for name in store.folders()
         if (path := store.find(name)) is not None
     ]
 
@@ -136,4 +136,4 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
 def _print_table(rows: dict[str, str]) -> None:
     width = max(map(len, rows)) + 2
     for label, value in rows.items():
-        typer.echo(f"{label:<{width}}{value}")
+        write_text(f"{label:<{width}}{value}\n")

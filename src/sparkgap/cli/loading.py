@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from sparkgap.cli.console import DownloadProgress, format_bytes, print_note, status, stderr_console
+from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def load_llm(config: EngineConfig) -> "LLM":
 
     resolve(config.model, allow_download=config.allow_download, progress=DownloadProgress())
     with status(f"loading {config.model} ..."):
-        from sparkgap.api import LLM
+        with ending_at_once():
+            from sparkgap.api import LLM
 
         llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
     graphs = llm.info()["graphs"]

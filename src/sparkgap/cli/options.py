@@ -66,7 +66,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     """
     try:
         settings = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"speculative-config must be a JSON object, and is not valid JSON: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"speculative-config must be a JSON object, got {text}")

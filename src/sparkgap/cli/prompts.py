@@ -20,7 +20,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         have = "no prompt" if argument is None else "two prompts"
         raise PromptError(f"{have}: give one as an argument, with --prompt-file FILE, or - to read standard input")
     if argument == "-" or file == Path("-"):
-        text = _decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
+        text = _decode(_read_standard_input(), "standard input").removesuffix("\n").removesuffix("\r")
     elif file is not None:
         text = _decode(_read_file(file), f"prompt file {file}").removesuffix("\n").removesuffix("\r")
     else:
@@ -29,6 +29,12 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if not text:
         raise PromptError("the prompt is empty; give some text")
     return text
+
+
+def _read_standard_input() -> bytes:
+    if sys.stdin is None:
+        raise PromptError("standard input is closed; give the prompt as an argument or with --prompt-file FILE")
+    return sys.stdin.buffer.read()
 
 
 def _read_file(file: Path) -> bytes:

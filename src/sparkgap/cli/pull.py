@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sparkgap.cli.console import DownloadProgress, format_bytes, print_json
+from sparkgap.cli.console import DownloadProgress, format_bytes, print_json, use_utf8_output, write_text
 from sparkgap.errors import ModelNotFoundError
 
 
@@ -16,6 +16,7 @@ def pull(
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object.")] = False,
 ) -> None:
     """Download a model into the cache, and check it."""
+    use_utf8_output()
     from sparkgap.catalog.files import directory_bytes
     from sparkgap.catalog.resolve import resolve
     from sparkgap.catalog.store import cache_root
@@ -27,4 +28,4 @@ def pull(
     if as_json:
         print_json({"model": name, "path": str(path), "size_bytes": size_bytes, "verified": verify})
     else:
-        typer.echo(f"{name}: {path} ({format_bytes(size_bytes)}{', checksums verified' if verify else ''})")
+        write_text(f"{name}: {path} ({format_bytes(size_bytes)}{', checksums verified' if verify else ''})\n")

@@ -12,6 +12,11 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block free, whatever tables held; the tables are their owners' to empty."""
+        num_blocks = self.num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._is_free = [True] * num_blocks
 

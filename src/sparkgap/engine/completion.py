@@ -38,6 +38,7 @@ class Completion:
         self._cumulative_logprob = 0.0
         self._num_given_tokens = 0
         self._num_given_characters = 0
+        self._held_from = 0
         self._has_given_end = False
 
     @property
@@ -75,10 +76,10 @@ class Completion:
 
     def _output(self, first_token: int, first_character: int) -> CompletionOutput:
         wanted = self.sequence.params.logprobs is not None
-        held = 0 if self.finished else self._stops.num_held(self.text)
+        self._held_from = len(self.text) if self.finished else self._stops.held_from(self.text, self._held_from)
         return CompletionOutput(
             index=self.index,
-            text=self.text[first_character : len(self.text) - held],
+            text=self.text[first_character : self._held_from],
             token_ids=self.sequence.output_token_ids[first_token:],
             logprobs=self._logprobs[first_token:] if wanted else None,
             cumulative_logprob=self._cumulative_logprob if wanted else None,

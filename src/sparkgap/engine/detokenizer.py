@@ -146,10 +146,16 @@ class StopStrings:
                 matches.append(StopMatch(stop, start, start + len(stop)))
         return min(matches, key=lambda match: (match.end, match.start), default=None)
 
-    def num_held(self, text: str) -> int:
-        """Characters at the end of `text` that may be the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
+    def held_from(self, text: str, start: int) -> int:
+        """Where the part of `text` begins that may be the beginning of a stop string; its length if there is none.
+
+        Args:
+            text: what has arrived.
+            start: what this gave for an earlier part of the text, 0 at first. What could not be the beginning of a
+                stop string then cannot be now, so that no place is looked at again and again.
+        """
+        for position in range(max(start, len(text) - self._longest + 1), len(text)):
+            end = text[position:]
             if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+                return position
+        return len(text)

@@ -66,12 +66,13 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Completion]] = {}
+        self._moved: dict[str, Request] = {}
         self._num_requests = 0
         self._num_sequences = 0
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._requests)
+        return bool(self._requests or self._moved)
 
     def make_request(
         self,
@@ -136,6 +137,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free all it holds; its last output, None if it is not in the engine."""
+        self._moved.pop(request_id, None)
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -143,17 +145,39 @@ class Engine:
         return request.output()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; outputs of requests that moved on. A failure in computing ends its requests only."""
+        """Compute one step; outputs of requests that moved on. A failure in computing ends its requests only.
+
+        After an interrupt (Ctrl-C) while it schedules or computes, which is where nearly all of its time goes, the
+        next step computes anew what was left half done, and no other request loses anything.
+        """
+        try:
+            self._compute_step()
+            outputs = [request.output() for request in self._moved.values()]
+        except BaseException:
+            self._restart()
+            raise
+        self._moved = {}
+        return [output for output in outputs if output is not None]
+
+    def _compute_step(self) -> None:
         schedule = self.scheduler.schedule()
         for sequence in schedule.preempted:
             self.runner.release(sequence)
             self._owners[sequence.sequence_id][0].num_preemptions += 1
-        touched = self._compute(schedule.decodes, lambda: self.runner.decode(schedule.decodes))
+        self._compute(schedule.decodes, lambda: self.runner.decode(schedule.decodes))
         # A failed round may have ended requests that have another completion among the prompts.
         chunks = [chunk for chunk in schedule.chunks if chunk.sequence.sequence_id in self._owners]
-        touched |= self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
-        outputs = [request.output() for request in touched.values()]
-        return [output for output in outputs if output is not None]
+        self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
+
+    def _restart(self) -> None:
+        """Forget all that is computed but not the tokens; nobody knows how far an interrupted step came."""
+        for request, completion in list(self._owners.values()):
+            self.runner.release(completion.sequence)
+            if completion.finished:
+                del self._owners[completion.sequence.sequence_id]
+                if request.finished:
+                    self._requests.pop(request.request_id, None)
+        self.scheduler.restart(completion.sequence for _, completion in self._owners.values())
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -199,18 +223,17 @@ class Engine:
         self._num_sequences += 1
         return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
-    def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> dict[str, Request]:
-        """Run a pass over `sequences` and hand out what it gave; the requests that moved on."""
-        touched: dict[str, Request] = {}
+    def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> None:
+        """Run a pass over `sequences` and hand out what it gave."""
         if not sequences:
-            return touched
+            return
         for sequence, output in zip(sequences, self._guarded(run, len(sequences)), strict=True):
             # A sequence whose request failed within this pass has no owner any more.
             owner = self._owners.get(sequence.sequence_id)
             if owner is None or output is None:
                 continue
             request, completion = owner
-            touched[request.request_id] = request
+            self._moved[request.request_id] = request
             if output.error is not None:
                 request.error = output.error
                 self._end(request)
@@ -220,7 +243,6 @@ class Engine:
                 self._forget(sequence)
                 if request.finished:
                     del self._requests[request.request_id]
-        return touched
 
     def _guarded(self, run: Callable[[], Seq[RoundOutput | None]], num_sequences: int) -> Seq[RoundOutput | None]:
         try:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -11,7 +12,7 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.config import EngineConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
-from sparkgap.engine.memory import kv_cache_blocks
+from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
@@ -20,7 +21,8 @@ from sparkgap.graphs.passes import Passes
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.models.loading import load_target
+from sparkgap.models.loading import check_tensors, expected_shapes, load_target
+from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
@@ -77,6 +79,15 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
+    check_tensors(model, checkpoint.weights)
+    check_model_fits(
+        checkpoint.name,
+        weights_bytes=_weights_bytes(model, dtype, quantization),
+        position_bytes=cache_block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, 1, dtype)
+        + rotary_bytes(model.rope, model.head_dim),
+        max_model_len=max_model_len,
+        available_bytes=available_memory_bytes(device),
+    )
     with torch.inference_mode():
         target = load_target(
             checkpoint.config,
@@ -102,6 +113,15 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
     return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes)
+
+
+def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    """Bytes of all weights: one an element where matrix products are quantized, `dtype`'s elsewhere."""
+    total = 0
+    for name, shape in expected_shapes(model).items():
+        is_product = len(shape) == 2 and name != "model.embed_tokens.weight"
+        total += prod(shape) * (1 if quantization and is_product else dtype.itemsize)
+    return total
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,6 +1,7 @@
 """Which sequences a step computes: first come, first served, with chunked prompts and preemption by recompute."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sparkgap.engine.blocks import BlockManager
@@ -78,6 +79,15 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self.blocks.free(sequence.block_table)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Let all `sequences`, which are all there are, wait to be computed from their first token."""
+        self._running.clear()
+        self._waiting = deque(sequences)
+        for sequence in self._waiting:
+            sequence.block_table.clear()
+            sequence.num_computed_tokens = 0
+        self.blocks.reset()
 
     def schedule(self) -> Schedule:
         """Decide the next step, taking the blocks it needs."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkgap.catalog.keys import Keys, shown
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 from sparkgap.models.rope import RopeConfig
 
@@ -35,6 +36,9 @@ _MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+_MOST_LAYERS = 10_000
+"""Far above any network; a damaged number of layers must not cost memory for each."""
 
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 """Values of `architectures` that `ModelConfig.from_hf` accepts."""
@@ -94,40 +98,42 @@ class ModelConfig:
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
         _refuse_unsupported(config)
-        hidden_size = _size(config, "hidden_size")
-        num_heads = _size(config, "num_attention_heads")
-        num_layers = _size(config, "num_hidden_layers")
-        num_kv_heads = _size(config, "num_key_value_heads", family.num_kv_heads or num_heads)
+        keys = Keys(config)
+        hidden_size = keys.integer("hidden_size")
+        num_heads = keys.integer("num_attention_heads")
+        num_layers = keys.integer("num_hidden_layers", maximum=_MOST_LAYERS)
+        num_kv_heads = keys.integer("num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config: {num_heads} attention heads cannot be shared among {num_kv_heads} key/value heads"
             )
-        reads_bias = family.reads_attention_bias and bool(config.get("attention_bias", False))
+        head_dim = _head_dim(keys, family.head_dim or hidden_size // num_heads)
+        reads_bias = family.reads_attention_bias and keys.flag("attention_bias")
         return cls(
             architecture=architecture,
-            vocab_size=_size(config, "vocab_size"),
+            vocab_size=keys.integer("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=keys.integer("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, family.head_dim or hidden_size // num_heads),
-            rms_norm_eps=_eps(config),
+            head_dim=head_dim,
+            rms_norm_eps=keys.number("rms_norm_eps", 1e-6, minimum=0.0),
             rope=RopeConfig.from_hf(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=keys.flag("tie_word_embeddings"),
             attention_bias=reads_bias if family.qkv_bias is None else family.qkv_bias,
             qk_norm=family.qk_norm,
             layer_windows=_layer_windows(config, family.windows, num_layers),
-            max_position_embeddings=_size(config, "max_position_embeddings", family.max_position_embeddings),
+            max_position_embeddings=keys.integer("max_position_embeddings", family.max_position_embeddings),
             attention_output_bias=reads_bias,
-            mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+            mlp_bias=family.reads_mlp_bias and keys.flag("mlp_bias"),
         )
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
+    names = Keys(config).strings("architectures")
     model_type = config.get("model_type")
-    name = str(names[0]) if names else _MODEL_TYPES.get(str(model_type), f"model type {model_type!r}")
+    name = names[0] if names else _MODEL_TYPES.get(str(model_type), f"model type {shown(model_type)}")
     if name not in _FAMILIES:
         raise UnsupportedModelError(
             f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -138,8 +144,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"activation hidden_act='{activation}' is not supported; supported is silu")
-    quantization = config.get("quantization_config")
+        raise UnsupportedModelError(f"activation hidden_act={shown(activation)} is not supported; supported is silu")
+    quantization = Keys(config).mapping("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedModelError(
@@ -147,48 +153,34 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config: '{key}' is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config: '{key}' must be a positive integer, got {value!r}")
-    return value
-
-
-def _head_dim(config: Mapping[str, Any], default: int) -> int:
-    head_dim = _size(config, "head_dim", default)
+def _head_dim(keys: Keys, default: int) -> int:
+    head_dim = keys.integer("head_dim", default)
     if head_dim % 2:
         raise CheckpointError(f"config: 'head_dim' must be even for rotary embedding, got {head_dim}")
     return head_dim
-
-
-def _eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise CheckpointError(f"config: 'rms_norm_eps' must be a number of at least 0, got {value!r}")
-    return float(value)
 
 
 def _layer_windows(config: Mapping[str, Any], windows: str, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window, as transformers decides it for the family."""
     if windows == "none":
         return (None,) * num_layers
-    if windows == "by_layer" and not config.get("use_sliding_window", False):
+    keys = Keys(config)
+    if windows == "by_layer" and not keys.flag("use_sliding_window"):
         window = None
     else:
-        window = None if _is_null(config, "sliding_window") else _size(config, "sliding_window", 4096)
+        # Null means no window, where a key that is left out has the family's default.
+        is_null = "sliding_window" in config and config["sliding_window"] is None
+        window = None if is_null else keys.integer("sliding_window", 4096)
     if windows == "all":
         return (window,) * num_layers
     return tuple(window if sliding else None for sliding in _sliding_layers(config, window, num_layers))
 
 
 def _sliding_layers(config: Mapping[str, Any], window: int | None, num_layers: int) -> list[bool]:
-    layer_types = config.get("layer_types")
+    keys = Keys(config)
+    layer_types = keys.strings("layer_types")
     if layer_types is None:
-        first = config.get("max_window_layers", 28)
+        first = keys.integer("max_window_layers", 28, minimum=0)
         return [window is not None and layer >= first for layer in range(num_layers)]
     if len(layer_types) != num_layers:
         raise CheckpointError(f"config: 'layer_types' has {len(layer_types)} entries for {num_layers} layers")
@@ -199,7 +191,3 @@ def _sliding_layers(config: Mapping[str, Any], window: int | None, num_layers: i
     if any(sliding) and window is None:
         raise CheckpointError("config: 'layer_types' has sliding_attention, but no sliding window is in use")
     return sliding
-
-
-def _is_null(config: Mapping[str, Any], key: str) -> bool:
-    return key in config and config[key] is None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.catalog.drafters import DrafterCheckpoint, target_ids
+from sparkgap.catalog.weights import read_weight
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 from sparkgap.models.decoder import Decoder, DecoderLayer
 from sparkgap.models.drafter_config import DrafterConfig
@@ -178,6 +179,6 @@ class _Loader:
         result = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.target.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            result[start : start + shape[0]].copy_(self.source.get(name))
+            result[start : start + shape[0]].copy_(read_weight(self.source, name))
             start += shape[0]
         return result

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkgap.catalog.weights import WeightSource
+from sparkgap.catalog.weights import WeightSource, read_weight
 from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.ops.draft import DraftHeads
 from sparkgap.ops.kernels import Kernels, LinearWeight
@@ -73,7 +73,7 @@ def load_heads(
     names = set(weights.names())
 
     def tensor(name: str, dtype: torch.dtype = dtype) -> Tensor:
-        return weights.get(name).to(device=device, dtype=dtype, copy=True)
+        return read_weight(weights, name).to(device=device, dtype=dtype, copy=True)
 
     def linear(module: str) -> LinearWeight:
         bias = f"{module}.bias"

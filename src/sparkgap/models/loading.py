@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkgap.catalog.weights import WeightSource
+from sparkgap.catalog.weights import WeightSource, read_weight
 from sparkgap.errors import CheckpointError
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder, DecoderLayer
@@ -171,7 +171,7 @@ class _Loader:
         result = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            result[start : start + shape[0]].copy_(self.weights.get(name))
+            result[start : start + shape[0]].copy_(read_weight(self.weights, name))
             start += shape[0]
             if self.on_tensor is not None:
                 self.on_tensor(name)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparkgap.catalog.keys import Keys, shown
+from sparkgap.config import is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 from sparkgap.ops.kernels import RotaryTable
 
@@ -20,6 +22,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _SUPPORTED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
+_PARAMETER = "RoPE parameter '{key}'"
 
 
 @dataclass(frozen=True)
@@ -61,41 +64,45 @@ class RopeConfig:
             UnsupportedModelError: a variant that the engine does not compute.
             CheckpointError: a parameter that the variant needs is missing or out of its range.
         """
-        parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
+        outer = Keys(config)
+        values = dict(outer.mapping("rope_scaling") or outer.mapping("rope_parameters") or {})
+        if values and all(isinstance(value, Mapping) for value in values.values()):
             raise UnsupportedModelError(
-                f"rope_parameters differ by layer type ({', '.join(parameters)}), which this engine does not run"
+                f"rope_parameters differ by layer type ({', '.join(values)}), which this engine does not run"
             )
-        rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if rope_type not in _SUPPORTED:
-            raise UnsupportedModelError(
-                f"RoPE type '{rope_type}' is not supported; supported are {', '.join(_SUPPORTED)}"
-            )
+        parameters = Keys(values, _PARAMETER)
+        rope_type = _rope_type(values)
         rope = cls(
             rope_type=rope_type,
-            theta=_number(parameters, "rope_theta", config.get("rope_theta") or _DEFAULT_THETA, above=0.0),
-            partial_rotary_factor=_rotary_share(parameters, config),
+            theta=parameters.number("rope_theta", outer.number("rope_theta", _DEFAULT_THETA, above=0.0), above=0.0),
+            partial_rotary_factor=_rotary_share(parameters, outer),
             freq_factors=_freq_factors(config),
         )
         if rope_type == "default":
             return rope
-        factor = _number(parameters, "factor", _implied_factor(parameters, config), above=0.0)
+        trained = parameters.optional_integer("original_max_position_embeddings")
+        longest = outer.optional_integer("max_position_embeddings")
+        # Yarn's factor where it is not given: context length over trained length.
+        implied = longest / trained if rope_type == "yarn" and longest and trained else None
+        factor = parameters.number("factor", implied, above=0.0)
         rope = replace(rope, factor=factor)
         if rope_type == "linear":
             return rope
-        trained = _number(parameters, "original_max_position_embeddings", _trained_length(config), above=0.0)
-        rope = replace(rope, original_max_position_embeddings=int(trained))
+        trained = trained or outer.optional_integer("original_max_position_embeddings") or longest
+        if trained is None:
+            raise CheckpointError("RoPE parameter 'original_max_position_embeddings' is missing")
+        rope = replace(rope, original_max_position_embeddings=trained)
         if rope_type == "llama3":
-            low = _number(parameters, "low_freq_factor", above=0.0)
-            return replace(
-                rope, low_freq_factor=low, high_freq_factor=_number(parameters, "high_freq_factor", above=low)
-            )
+            low = parameters.number("low_freq_factor", above=0.0)
+            return replace(rope, low_freq_factor=low, high_freq_factor=parameters.number("high_freq_factor", above=low))
+        if rope.theta == 1.0:
+            raise CheckpointError("RoPE parameter 'rope_theta' must not be 1 with yarn: all wavelengths are the same")
         return replace(
             rope,
-            beta_fast=_number(parameters, "beta_fast", 32.0, above=0.0),
-            beta_slow=_number(parameters, "beta_slow", 1.0, above=0.0),
+            beta_fast=parameters.number("beta_fast", 32.0, above=0.0),
+            beta_slow=parameters.number("beta_slow", 1.0, above=0.0),
             attention_factor=_yarn_attention_factor(parameters, factor),
-            truncate=bool(parameters.get("truncate", True)),
+            truncate=parameters.flag("truncate", True),
         )
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -113,6 +120,11 @@ def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: to
     angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return RotaryTable(cos.to(device), sin.to(device))
+
+
+def rotary_bytes(rope: RopeConfig, head_dim: int) -> int:
+    """Bytes of one position in a table: a cosine and a sine of each pair."""
+    return rope.rotary_dim(head_dim) * torch.float32.itemsize
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -150,8 +162,8 @@ def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int) -> Tensor:
     """Features that turn often in the trained context are kept, those that turn seldom stretched."""
 
     def feature_with(rotations: float) -> float:
-        wavelength = rope.original_max_position_embeddings / (rotations * 2.0 * math.pi)
-        return dim * math.log(wavelength) / (2.0 * math.log(rope.theta))
+        log_wavelength = math.log(rope.original_max_position_embeddings) - math.log(rotations) - math.log(2.0 * math.pi)
+        return dim * log_wavelength / (2.0 * math.log(rope.theta))
 
     low, high = feature_with(rope.beta_fast), feature_with(rope.beta_slow)
     if rope.truncate:
@@ -163,21 +175,27 @@ def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int) -> Tensor:
     return frequencies / rope.factor * stretched + frequencies * (1.0 - stretched)
 
 
-def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor", above=0.0)
+def _rope_type(values: Mapping[str, Any]) -> RopeType:
+    named = values.get("rope_type") or values.get("type") or "default"
+    for rope_type in _SUPPORTED:
+        if named == rope_type:
+            return rope_type
+    raise UnsupportedModelError(f"RoPE type {shown(named)} is not supported; supported are {', '.join(_SUPPORTED)}")
+
+
+def _yarn_attention_factor(parameters: Keys, factor: float) -> float:
+    if "attention_factor" in parameters:
+        return parameters.number("attention_factor", above=0.0)
 
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return magnitude(float(mscale)) / magnitude(float(mscale_all_dim))
-    return magnitude(1.0)
+    mscale, mscale_all_dim = (parameters.number(key, 0.0, minimum=0.0) for key in ("mscale", "mscale_all_dim"))
+    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 
 
-def _rotary_share(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    share = _number(parameters, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0, above=0.0)
+def _rotary_share(parameters: Keys, outer: Keys) -> float:
+    share = parameters.number("partial_rotary_factor", outer.number("partial_rotary_factor", 1.0, above=0.0), above=0.0)
     if share > 1.0:
         raise CheckpointError(f"RoPE parameter 'partial_rotary_factor' must be at most 1, got {share}")
     return share
@@ -185,26 +203,8 @@ def _rotary_share(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> f
 
 def _freq_factors(config: Mapping[str, Any]) -> tuple[float, ...] | None:
     factors = config.get("rope_freq_factors")
-    return None if factors is None else tuple(float(factor) for factor in factors)
-
-
-def _trained_length(config: Mapping[str, Any]) -> Any:
-    return config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-
-
-def _implied_factor(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Yarn's factor where it is not given: context length over trained length."""
-    trained = parameters.get("original_max_position_embeddings")
-    longest = config.get("max_position_embeddings")
-    is_yarn = "yarn" in (parameters.get("rope_type"), parameters.get("type"))
-    return longest / trained if is_yarn and trained and longest else None
-
-
-def _number(parameters: Mapping[str, Any], key: str, default: Any = None, *, above: float) -> float:
-    value = parameters.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
-        found = "is missing" if value is None else f"must be a number above {above:g}, got {value!r}"
-        raise CheckpointError(f"RoPE parameter '{key}' {found}")
-    return float(value)
+    if factors is None:
+        return None
+    if not isinstance(factors, list | tuple) or not all(is_finite(factor) and factor > 0 for factor in factors):
+        raise Keys(config).wrong("rope_freq_factors", "a list of positive numbers", factors)
+    return tuple(float(factor) for factor in factors)

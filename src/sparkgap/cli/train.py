@@ -1,0 +1,149 @@
+"""`sparkgap train`: make a drafter for any supported model, with no data set."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkgap.cli.console import print_json, use_utf8_output
+from sparkgap.config import DEFAULT_MODEL
+from sparkgap.errors import ConfigError
+from sparkgap.train.config import (
+    METHODS,
+    ConversationConfig,
+    FeatureConfig,
+    LossConfig,
+    NetworkConfig,
+    OptimizationConfig,
+    TrainConfig,
+)
+
+_CONVERSATIONS, _DRAFTER, _TRAINING = "Stage 1: conversations", "Drafter", "Stage 2: training"
+
+
+def _option(panel: str | None, *names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+def parse_numbers(text: str, name: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """Comma-separated numbers.
+
+    Raises:
+        ConfigError: not numbers of this kind.
+    """
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name} must be numbers with commas between them, got {text!r}") from None
+
+
+def train(
+    out: Annotated[Path, _option(None, "--out", "-o", help="Directory of the drafter; continues what is there.")],
+    target: Annotated[
+        str, _option(None, "--target", "-t", help="Catalog name, model directory, .gguf file or hf:owner/name.")
+    ] = DEFAULT_MODEL,
+    method: Annotated[str, _option(_DRAFTER, "--method", help=f"One of {', '.join(METHODS)}.")] = "dspark",
+    layers: Annotated[int, _option(_DRAFTER, help="Draft layers.")] = NetworkConfig.num_layers,
+    num_speculative_tokens: Annotated[
+        int, _option(_DRAFTER, help="Tokens of a block.")
+    ] = NetworkConfig.num_speculative_tokens,
+    draft_vocab_size: Annotated[
+        int, _option(_DRAFTER, help="Tokens that can be drafted: the most frequent ones.")
+    ] = NetworkConfig.draft_vocab_size,
+    markov_rank: Annotated[int, _option(_DRAFTER, help="Rank of the Markov head.")] = NetworkConfig.markov_rank,
+    kv_heads: Annotated[int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")] = None,
+    target_layers: Annotated[
+        str | None, _option(_DRAFTER, help="Captured target layers, such as 4,12,20,28; default: by its depth.")
+    ] = None,
+    answer_tokens: Annotated[
+        int, _option(_CONVERSATIONS, help="Answer tokens to sample.")
+    ] = ConversationConfig.answer_tokens,
+    prompts: Annotated[
+        Path | None, _option(_CONVERSATIONS, help="User turns to add: .jsonl with `prompt`, or one a line.")
+    ] = None,
+    only_prompts: Annotated[
+        bool, _option(_CONVERSATIONS, "--only-prompts", help="Use the turns of --prompts alone.")
+    ] = False,
+    answer_temperatures: Annotated[
+        str, _option(_CONVERSATIONS, help="Temperatures of answers, drawn evenly.")
+    ] = "0,0,0,0.7",
+    lanes: Annotated[int, _option(_CONVERSATIONS, help="Conversations decoded together.")] = ConversationConfig.lanes,
+    max_positions: Annotated[
+        int, _option(_CONVERSATIONS, help="Longest conversation in tokens.")
+    ] = ConversationConfig.max_positions,
+    steps: Annotated[int, _option(_TRAINING, help="Optimizer steps.")] = OptimizationConfig.steps,
+    anchors_per_step: Annotated[
+        int, _option(_TRAINING, help="Blocks that a step learns from.")
+    ] = OptimizationConfig.anchors_per_step,
+    short_share: Annotated[
+        float, _option(_TRAINING, help="Share of the steps, at the start, with short blocks.")
+    ] = OptimizationConfig.short_share,
+    loss_weights: Annotated[
+        str, _option(_TRAINING, help="Weights of cross-entropy, total variation and confidence.")
+    ] = "0.1,0.9,1",
+    gamma: Annotated[float, _option(_TRAINING, help="Decay of the weights along a block.")] = LossConfig.gamma,
+    matrix_learning_rate: Annotated[
+        float, _option(_TRAINING, help="Learning rate of Muon, for the layers' matrices.")
+    ] = OptimizationConfig.matrix_learning_rate,
+    learning_rate: Annotated[
+        float, _option(_TRAINING, help="Learning rate of AdamW, for norms and heads.")
+    ] = OptimizationConfig.learning_rate,
+    evaluation_prompts: Annotated[
+        Path | None, _option(None, help="User turns to measure on at the end; never trained on.")
+    ] = None,
+    device: Annotated[str, _option(None, help="auto, cpu, or an accelerator such as cuda.")] = "auto",
+    threads: Annotated[int | None, _option(None, help="Compute threads; default: torch's choice.")] = None,
+    workers: Annotated[
+        int | None, _option(None, help="Parts that run side by side; default: one for each thread on a CPU.")
+    ] = None,
+    seed: Annotated[int, _option(None, help="Source of all random numbers.")] = 0,
+    as_json: Annotated[bool, _option(None, "--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Train a drafter for a target model on conversations that the target makes itself."""
+    use_utf8_output()
+    weights = parse_numbers(loss_weights, "loss-weights", float)
+    if len(weights) != 3:
+        raise ConfigError(f"loss-weights must be three numbers, got {loss_weights!r}")
+    config = TrainConfig(
+        target=target,
+        out=out,
+        device=device,
+        threads=threads,
+        workers=workers,
+        seed=seed,
+        evaluation_prompts=evaluation_prompts,
+        conversation=ConversationConfig(
+            answer_tokens=answer_tokens,
+            lanes=lanes,
+            max_positions=max_positions,
+            answer_temperatures=parse_numbers(answer_temperatures, "answer-temperatures", float),
+            prompts=prompts,
+            only_prompts=only_prompts,
+        ),
+        features=FeatureConfig(None if target_layers is None else parse_numbers(target_layers, "target-layers", int)),
+        network=NetworkConfig(
+            method=method.lower(),  # type: ignore[arg-type]
+            num_layers=layers,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_vocab_size=draft_vocab_size,
+            markov_rank=markov_rank,
+            num_kv_heads=kv_heads,
+        ),
+        loss=LossConfig(*weights, gamma=gamma),
+        optimization=OptimizationConfig(
+            steps=steps,
+            anchors_per_step=anchors_per_step,
+            short_share=short_share,
+            matrix_learning_rate=matrix_learning_rate,
+            learning_rate=learning_rate,
+        ),
+    )
+    from rich.console import Console
+
+    from sparkgap.train.progress import Progress
+    from sparkgap.train.run import train as run
+
+    out.mkdir(parents=True, exist_ok=True)
+    report = run(config, Progress(Console(stderr=True), out / "train.log"))
+    if as_json:
+        print_json(report)

@@ -1,0 +1,155 @@
+"""Stage 1: conversations sampled from the target, shard by shard, until there are enough answer tokens."""
+
+import json
+import shutil
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from sparkgap.catalog.tokenizer import Tokenizer
+from sparkgap.errors import ConfigError
+from sparkgap.models.decoder import Decoder
+from sparkgap.train.config import ConversationConfig, FeatureConfig
+from sparkgap.train.features import Examples, shard_bytes, write_shard
+from sparkgap.train.generation import ConversationSampler
+from sparkgap.train.progress import Bar, Progress
+from sparkgap.train.template import TurnTemplate
+
+
+def read_prompts(path: Path) -> list[str]:
+    """User turns of a file: JSON objects with `prompt` (or `text`) if its name ends in `.jsonl`, else one a line.
+
+    Raises:
+        ConfigError: the file cannot be read, has a line of another form, or no prompts.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            prompts.append(line.strip())
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
+        text = item.get("prompt", item.get("text")) if isinstance(item, dict) else item
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"{path}, line {number}: no text under `prompt`")
+        prompts.append(text)
+    if not prompts:
+        raise ConfigError(f"prompts file {path} has no prompts")
+    return prompts
+
+
+def check_disk(
+    directory: Path, target: Decoder, config: ConversationConfig, layer_ids: tuple[int, ...], top_k: int
+) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        ConfigError: naming the space needed and the space there is.
+    """
+    width = len(layer_ids) * target.config.hidden_size
+    # Prompts and templates add about half of the answers' positions.
+    needed = shard_bytes(round(config.answer_tokens * 1.6), width, top_k, target.dtype)
+    held = sum(path.stat().st_size for path in directory.glob("shard-*.safetensors"))
+    free = shutil.disk_usage(directory).free
+    if needed - held > free:
+        raise ConfigError(
+            f"{directory} has {free / 2**30:.1f} GiB free, and features of {config.answer_tokens} answer tokens "
+            f"take about {needed / 2**30:.1f} GiB; free some space or lower --answer-tokens"
+        )
+
+
+def collect(
+    directory: Path,
+    target: Decoder,
+    workers: int,
+    template: TurnTemplate,
+    tokenizer: Tokenizer,
+    config: ConversationConfig,
+    features: FeatureConfig,
+    seed: int,
+    progress: Progress,
+) -> list[Path]:
+    """Sample until `answer_tokens` answer tokens are there; shards that exist are kept.
+
+    Each shard depends on the seed and its number alone, so stopping and starting again changes nothing.
+
+    Args:
+        directory: of the shards.
+        target: writes both turns.
+        workers: shards sampled at a time, each in its own thread.
+        template: layout of a conversation.
+        tokenizer: of prompts in a file.
+        config: how to sample.
+        features: what to keep.
+        seed: of everything drawn.
+        progress: told of answer tokens.
+
+    Returns:
+        Paths of the shards used, in order.
+    """
+    layer_ids = features.layer_ids(target.config.num_layers)
+    directory.mkdir(parents=True, exist_ok=True)
+    check_disk(directory, target, config, layer_ids, features.top_k)
+    turns = file_turns(tokenizer, config)
+    size = config.shard_conversations
+    threads = max(torch.get_num_threads() // workers, 1)
+    last = -(-len(turns) // size) if config.only_prompts else None
+    stop = threading.Event()
+    paths: list[Path] = []
+
+    def work(number: int, sampler: ConversationSampler, bar: Bar) -> None:
+        path = shard_path(directory, number)
+        if path.exists():
+            return
+        torch.set_num_threads(threads)
+        given = turns[number * size : (number + 1) * size]
+        with torch.inference_mode():
+            conversations = sampler.shard(f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set)
+        if conversations is not None:
+            write_shard(path, conversations)
+
+    with progress.task("conversations", config.answer_tokens, "answer tokens") as bar:
+        samplers = [ConversationSampler(target, template, config, layer_ids, features.top_k) for _ in range(workers)]
+        pool = ThreadPoolExecutor(workers, "sampler")
+        try:
+            futures: deque[Future[None]] = deque()
+            number = 0
+            while last is None or number < last:
+                while len(futures) < workers and (last is None or number + len(futures) < last):
+                    ahead = number + len(futures)
+                    futures.append(pool.submit(work, ahead, samplers[ahead % workers], bar))
+                futures.popleft().result()
+                paths.append(shard_path(directory, number))
+                number += 1
+                tokens = Examples(paths).answer_tokens
+                if tokens >= config.answer_tokens:
+                    break
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return paths
+
+
+def shard_path(directory: Path, number: int) -> Path:
+    """File of a shard."""
+    return directory / f"shard-{number:04d}.safetensors"
+
+
+def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[int]]:
+    """Token ids of the different user turns in the prompts file that leave half of the positions for an answer."""
+    if config.prompts is None:
+        return []
+    longest = config.max_positions // 2
+    turns = (tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts)))
+    return [turn for turn in turns if 0 < len(turn) <= longest]

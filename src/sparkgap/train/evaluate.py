@@ -1,0 +1,130 @@
+"""How many draft tokens a network would have accepted, by replaying greedy rounds over known answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkgap.models.cache import allocate_caches
+from sparkgap.models.drafter import Drafter
+from sparkgap.train.batches import DraftVocabulary, anchor_range
+from sparkgap.train.features import Example, Examples
+from sparkgap.train.network import AnchorBatch, DraftNetwork
+
+_REPLAYED_ANCHORS = 64
+"""Anchors of one conversation that are drafted in one pass."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Greedy rounds over some answers.
+
+    Attributes:
+        rounds: draft rounds.
+        accepted: draft tokens accepted in them.
+        by_position: share of rounds that accepted the token at each position.
+        first_position: share of *all* positions (not only those where a round starts) whose next token is drafted.
+    """
+
+    rounds: int
+    accepted: int
+    by_position: list[float]
+    first_position: float
+
+    @property
+    def per_round(self) -> float:
+        """Mean accepted draft tokens a round, without the bonus token."""
+        return self.accepted / max(self.rounds, 1)
+
+
+def draft_greedily(network: DraftNetwork, batch: AnchorBatch, ids: Tensor) -> Tensor:
+    """Target ids of the tokens drafted after each anchor: int64 `[anchors, tokens]`.
+
+    Args:
+        network: the drafter.
+        batch: anchors and their context.
+        ids: target id of each draft id.
+    """
+    tokens = batch.rows - network.shape.lead_rows
+    hidden = network(batch).view(-1, tokens, network.shape.hidden_size)
+    previous, drafted = batch.anchor_tokens, []
+    for row in range(tokens):
+        logits = hidden[:, row] @ network.head.T + network.markov_states(previous) @ network.markov_output().T
+        previous = ids[logits.argmax(-1)]
+        drafted.append(previous)
+    return torch.stack(drafted, dim=1)
+
+
+def accepted_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids: Tensor, tokens: int) -> Tensor:
+    """Accepted draft tokens of a round at every possible anchor of an answer: int64 `[anchors]`."""
+    places = anchor_range(example)
+    anchors = torch.arange(places.start, places.stop, device=taps.device)
+    token_ids = example.token_ids.to(taps.device)
+    batch = AnchorBatch(taps, [taps.shape[0]], [anchors], token_ids[anchors], tokens + network.shape.lead_rows)
+    return _agreement(draft_greedily(network, batch, ids), token_ids, anchors)
+
+
+def _agreement(drafted: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
+    """Length of the drafts `[anchors, tokens]` that agree with what follows each anchor: int64 `[anchors]`."""
+    following = anchors[:, None] + 1 + torch.arange(drafted.shape[1], device=anchors.device)
+    inside = following < token_ids.shape[0]
+    truth = token_ids[following.clamp_max(token_ids.shape[0] - 1)]
+    return ((drafted == truth) & inside).long().cumprod(1).sum(1)
+
+
+def _rounds(replays: Sequence[list[int]], tokens: int) -> Acceptance:
+    """Walk each answer from its start by the accepted length at each anchor, plus the target's own token."""
+    rounds, accepted, by_position = 0, 0, [0] * tokens
+    for lengths in replays:
+        place = 0
+        while place < len(lengths):
+            length = lengths[place]
+            rounds, accepted = rounds + 1, accepted + length
+            for k in range(length):
+                by_position[k] += 1
+            place += length + 1
+    positions = sum(len(lengths) for lengths in replays)
+    first = sum(length > 0 for lengths in replays for length in lengths)
+    return Acceptance(rounds, accepted, [n / max(rounds, 1) for n in by_position], first / max(positions, 1))
+
+
+@torch.inference_mode()
+def replay(
+    network: DraftNetwork, chosen: Sequence[Example], examples: Examples, vocabulary: DraftVocabulary, tokens: int
+) -> Acceptance:
+    """Replay greedy rounds over answers that the target gave greedily."""
+    device = network.head.device
+    ids = vocabulary.ids.to(device)
+    return _rounds(
+        [accepted_lengths(network, e, examples.taps(e).to(device), ids, tokens).tolist() for e in chosen], tokens
+    )
+
+
+@torch.inference_mode()
+def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]], tokens: int) -> Acceptance:
+    """Replay greedy rounds with the drafter that serves: its context update, draft pass and heads.
+
+    Args:
+        drafter: the served draft model.
+        chosen: of each conversation, token ids int64 `[length]`, first answer position and captured hidden states
+            `[>= length - 1, m * hidden]`.
+        tokens: draft tokens a round.
+    """
+    backbone, device = drafter.config.backbone, drafter.device
+    replays = []
+    for token_ids, start, taps in chosen:
+        count = token_ids.shape[0] - 1
+        caches = allocate_caches(
+            backbone.num_layers, backbone.num_kv_heads, backbone.head_dim, 1, count, drafter.dtype, device
+        )
+        places = torch.arange(count, device=device)
+        drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches)
+        ids = token_ids.to(device)
+        lengths = []
+        for anchors in torch.split(places[start:], _REPLAYED_ANCHORS):
+            tables = torch.zeros(anchors.shape[0], 1, dtype=torch.int32, device=device)
+            draft = drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
+            lengths.append(_agreement(drafter.propose(ids[anchors], draft).token_ids, ids, anchors))
+        replays.append(torch.cat(lengths).tolist() if lengths else [])
+    return _rounds(replays, tokens)

@@ -1,0 +1,72 @@
+"""Stage 3: acceptance measured with the serving drafter on the written checkpoint."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkgap.catalog.drafters import read_drafter
+from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.safetensors_files import SafetensorsSource
+from sparkgap.catalog.tokenizer import Tokenizer
+from sparkgap.models.decoder import Decoder
+from sparkgap.models.drafter import Drafter
+from sparkgap.train.config import TrainConfig
+from sparkgap.train.conversations import file_turns
+from sparkgap.train.evaluate import Acceptance, serving_replay
+from sparkgap.train.features import Example, Examples
+from sparkgap.train.generation import ConversationSampler
+from sparkgap.train.progress import Progress
+from sparkgap.train.template import TurnTemplate
+
+
+def evaluate(
+    config: TrainConfig,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    template: TurnTemplate,
+    examples: Examples,
+    held_out: list[Example],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Acceptance on held-out conversations, and on answers to `evaluation_prompts` where they are given."""
+    source = SafetensorsSource(config.out)
+    checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
+    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
+    tokens = config.network.num_speculative_tokens
+    own = serving_replay(drafter, [(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out], tokens)
+    report = {"held_out": _report(own, "held-out conversations", progress)}
+    if config.evaluation_prompts is not None:
+        answers = greedy_answers(config, target, tokenizer, template, progress)
+        report["evaluation_prompts"] = _report(
+            serving_replay(drafter, answers, tokens), f"{len(answers)} evaluation prompts", progress
+        )
+    return report
+
+
+def greedy_answers(
+    config: TrainConfig, target: Decoder, tokenizer: Tokenizer, template: TurnTemplate, progress: Progress
+) -> list[tuple[Tensor, int, Tensor]]:
+    """The target's greedy answers to `evaluation_prompts`: token ids, answer start and captured states of each."""
+    assert config.evaluation_prompts is not None
+    sampling = replace(
+        config.conversation, prompts=config.evaluation_prompts, only_prompts=True, answer_temperatures=(0.0,)
+    )
+    turns = file_turns(tokenizer, sampling)
+    sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
+    layer_ids = config.features.layer_ids(target.config.num_layers)
+    with progress.task("answers to evaluation prompts", len(turns), "answers") as bar, torch.inference_mode():
+        sampler = ConversationSampler(target, template, sampling, layer_ids, 1)
+        conversations = sampler.shard("evaluation", iter(turns), lambda _: bar.advance())
+    assert conversations is not None
+    return [(torch.tensor(c.token_ids), c.answer_start, c.taps) for c in conversations]
+
+
+def _report(measured: Acceptance, what: str, progress: Progress) -> dict[str, Any]:
+    positions = " ".join(f"{share:.3f}" for share in measured.by_position)
+    progress.log(
+        f"{what}, greedy, served drafter: {measured.per_round:.3f} accepted a round in {measured.rounds} rounds, "
+        f"by position {positions}"
+    )
+    return asdict(measured) | {"accepted_per_round": measured.per_round}

@@ -1,0 +1,100 @@
+"""Files of sampled conversations with what the target computed of them, one safetensors file a shard."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparkgap.train.generation import Conversation
+
+
+def shard_bytes(positions: int, tap_width: int, top_k: int, dtype: torch.dtype) -> int:
+    """Bytes on disk of `positions` positions."""
+    return positions * (tap_width * dtype.itemsize + top_k * 6 + 4)
+
+
+def write_shard(path: Path, conversations: Sequence[Conversation]) -> None:
+    """Write a shard at once: the file is complete or absent."""
+    lengths = [len(c.token_ids) for c in conversations]
+    tensors = {
+        "token_ids": torch.tensor([t for c in conversations for t in c.token_ids], dtype=torch.int32),
+        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        "answer_starts": torch.tensor([c.answer_start for c in conversations], dtype=torch.int64),
+        "temperatures": torch.tensor([c.temperature for c in conversations], dtype=torch.float32),
+    }
+    if conversations:
+        for name in ("taps", "top_ids", "top_logprobs"):
+            tensors[name] = torch.cat([getattr(c, name) for c in conversations]).cpu()
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    os.replace(partial, path)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation in a shard. The last token has no taps: nothing was computed of it.
+
+    Attributes:
+        token_ids: int64 `[length]`.
+        answer_start: first position of the answer.
+        temperature: of the answer.
+        shard: index of its shard in `Examples`.
+        offset: first row of its taps in the shard.
+    """
+
+    token_ids: Tensor
+    answer_start: int
+    temperature: float
+    shard: int
+    offset: int
+
+    @property
+    def computed(self) -> int:
+        """Positions with taps."""
+        return self.token_ids.shape[0] - 1
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self.token_ids.shape[0] - self.answer_start
+
+
+class Examples:
+    """Conversations of several shards, without those whose user turn came before. Taps stay in mapped files."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.items: list[Example] = []
+        self._files: list[dict[str, Tensor]] = []
+        seen: set[tuple[int, ...]] = set()
+        for shard, path in enumerate(paths):
+            self._files.append(load_file(path))
+            tokens, offset, row = self._files[-1]["token_ids"].long(), 0, 0
+            tensors = (self._files[-1][name].tolist() for name in ("lengths", "answer_starts", "temperatures"))
+            for length, start, temperature in zip(*tensors, strict=True):
+                ids = tokens[offset : offset + length]
+                example = Example(ids, start, temperature, shard, row)
+                offset, row = offset + length, row + length - 1
+                turn = tuple(ids[:start].tolist())
+                if turn not in seen:
+                    seen.add(turn)
+                    self.items.append(example)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Answer tokens of all conversations."""
+        return sum(item.answer_tokens for item in self.items)
+
+    def taps(self, example: Example) -> Tensor:
+        """`[computed, m * hidden]`, captured hidden states."""
+        return self._rows(example, "taps")
+
+    def top(self, example: Example) -> tuple[Tensor, Tensor]:
+        """Target ids int32 and log-probabilities float16 `[computed, k]` of the most probable next tokens."""
+        return self._rows(example, "top_ids"), self._rows(example, "top_logprobs")
+
+    def _rows(self, example: Example, name: str) -> Tensor:
+        return self._files[example.shard][name][example.offset : example.offset + example.computed]

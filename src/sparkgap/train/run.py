@@ -1,0 +1,302 @@
+"""The three stages in one directory: conversations, training, evaluation.
+
+Everything is kept, so that running the same command again continues where it stopped.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
+from sparkgap.errors import ConfigError
+from sparkgap.models.decoder import Decoder
+from sparkgap.models.loading import load_target
+from sparkgap.ops import NativeKernels
+from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, token_counts
+from sparkgap.train.config import TrainConfig
+from sparkgap.train.conversations import collect
+from sparkgap.train.evaluation_stage import evaluate
+from sparkgap.train.export import drafter_settings, export
+from sparkgap.train.features import Example, Examples
+from sparkgap.train.generation import LaneKernels
+from sparkgap.train.loop import Trainer
+from sparkgap.train.memory import check_memory, keep_freed_memory
+from sparkgap.train.network import DraftNetwork, NetworkShape
+from sparkgap.train.progress import Progress
+from sparkgap.train.template import TurnTemplate, turn_template
+
+_MAY_CHANGE = {
+    "out", "threads", "evaluation_prompts", "conversation.answer_tokens", "optimization.steps",
+    "optimization.evaluation_interval", "optimization.checkpoint_interval_s",
+}  # fmt: skip
+"""Settings that a run may be continued with other values of."""
+
+
+def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
+    """Make a drafter; returns the report, which is also written.
+
+    Raises:
+        SparkgapError: bad input, or memory or disk that will not do.
+    """
+    work = config.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    _check_settings(work / "settings.json", config)
+    keep_freed_memory()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = _device(config.device)
+    workers = config.workers or (torch.get_num_threads() if device.type == "cpu" else 1)
+    started = time.monotonic()
+    checkpoint, target = _open_target(config, device, workers, progress)
+    template = turn_template(checkpoint)
+    layer_ids = config.features.layer_ids(target.config.num_layers)
+    paths = collect(
+        work / "conversations",
+        target,
+        workers,
+        template,
+        checkpoint.tokenizer,
+        config.conversation,
+        config.features,
+        config.seed,
+        progress,
+    )
+    sampled = time.monotonic()
+    examples = Examples(paths)
+    held_out, learned = _split(examples, config.optimization.held_out_conversations)
+    progress.log(
+        f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
+    )
+    vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
+    head = head_rows(checkpoint, target, vocabulary.ids)
+    mask_token_id = _mask_token(checkpoint, template, vocabulary)
+    network = build_network(config, target, head, vocabulary, markov_rows, mask_token_id)
+    progress.log(
+        f"drafter of {sum(p.numel() for p in network.parameters()) / 1e6:.1f} M trained parameters, "
+        f"{vocabulary.ids.shape[0]} draft tokens cover {vocabulary.coverage:.2%} of the answers"
+    )
+    trainer = Trainer(
+        network,
+        examples,
+        learned,
+        held_out,
+        vocabulary,
+        config.network.num_speculative_tokens,
+        config.loss,
+        config.optimization,
+        config.seed,
+        workers,
+        work,
+        progress,
+    )
+    if trainer.load():
+        progress.log(f"continuing after step {trainer.step}")
+    trainer.run()
+    trained = time.monotonic()
+    settings = drafter_settings(
+        network, config.network.method, target.config, layer_ids, config.network.num_speculative_tokens
+    )
+    architectures = [target.config.architecture]
+    size = export(config.out, trainer.inference_network(), vocabulary, settings, checkpoint.name, architectures)
+    report = {
+        "settings": _plain(config),
+        "target": {"name": checkpoint.name, "architecture": target.config.architecture},
+        "conversations": len(examples.items),
+        "answer_tokens": examples.answer_tokens,
+        "held_out_conversations": len(held_out),
+        "draft_vocabulary_coverage": vocabulary.coverage,
+        "target_layer_ids": list(layer_ids),
+        "checkpoint_bytes": size,
+        "steps": trainer.step,
+        "anchors": trainer.anchors,
+        "seconds": {
+            "conversations_this_run": round(sampled - started, 1),
+            "training": round(trainer.seconds, 1),
+            "training_this_run": round(trained - sampled, 1),
+        },
+        "curve": trainer.history,
+    }
+    report |= evaluate(config, target, checkpoint.tokenizer, template, examples, held_out, progress)
+    _write_json(config.out / "report.json", report)
+    progress.log(f"drafter and report.json are in {config.out}")
+    return report
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    """Settings in JSON's types."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return plain
+
+
+def _write_json(path: Path, content: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _check_settings(path: Path, config: TrainConfig) -> None:
+    """Remember a run's settings; refuse to continue it with others, which would mix two runs.
+
+    Raises:
+        ConfigError: naming the setting, its value then and now.
+    """
+    now = _plain(config)
+    if path.exists():
+        before = _flat(json.loads(path.read_text()))
+        for key, value in _flat(now).items():
+            if key not in _MAY_CHANGE and before.get(key) != value:
+                raise ConfigError(
+                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}"
+                    "; use the same settings to continue it, or another directory"
+                )
+    _write_json(path, now)
+
+
+def _device(name: str) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} is not available here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _open_target(
+    config: TrainConfig, device: torch.device, workers: int, progress: Progress
+) -> tuple[Checkpoint, Decoder]:
+    """The target as it is served: W8A8 on a CPU, else bfloat16 with kernels for many conversations at a time."""
+    checkpoint = open_checkpoint(config.target)
+    target = load_target(
+        checkpoint.config,
+        checkpoint.weights,
+        kernels=NativeKernels(torch.get_num_threads(), "w8a8") if device.type == "cpu" else LaneKernels(),
+        dtype=torch.bfloat16,
+        device=device,
+        max_model_len=config.conversation.max_positions,
+    )
+    progress.log(f"target {checkpoint.name}: {target.config.num_layers} layers of {target.config.hidden_size}")
+    check_memory(target.config, config.conversation, workers, device)
+    return checkpoint, target
+
+
+def _split(examples: Examples, held_out: int) -> tuple[list[Example], list[Example]]:
+    """The first greedy conversations to measure on, and the others to learn from.
+
+    Raises:
+        ConfigError: too few conversations to do both.
+    """
+    greedy = [e for e in examples.items if e.temperature == 0 and e.answer_tokens > 1][:held_out]
+    watched = {id(e) for e in greedy}
+    learned = [e for e in examples.items if id(e) not in watched and e.answer_tokens > 1]
+    if not greedy or not learned:
+        raise ConfigError(
+            f"{len(examples.items)} conversations are too few to learn from some and hold out {held_out} greedy "
+            "ones; raise --answer-tokens, or let some answers have temperature 0"
+        )
+    return greedy, learned
+
+
+def _vocabulary(
+    path: Path, learned: list[Example], target: Decoder, config: TrainConfig
+) -> tuple[DraftVocabulary, Tensor]:
+    """The draft vocabulary and the trained rows of W1, chosen once a run: they are part of the network's shape."""
+    counts = token_counts(learned, target.config.vocab_size)
+    if not path.exists():
+        ids = draft_vocabulary(counts, config.network.draft_vocab_size).ids
+        partial = path.with_suffix(".partial")
+        save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, partial)
+        os.replace(partial, path)
+    saved = load_file(path)
+    rows = torch.zeros(target.config.vocab_size, dtype=torch.int64)
+    rows[saved["markov_tokens"]] = torch.arange(1, saved["markov_tokens"].shape[0] + 1)
+    chosen = torch.zeros_like(counts)
+    chosen[saved["ids"]] = 1
+    inside = draft_vocabulary(chosen, saved["ids"].shape[0])
+    coverage = float(counts[saved["ids"]].sum() / counts.sum().clamp_min(1))
+    return dataclasses.replace(inside, coverage=coverage), rows
+
+
+def _mask_token(checkpoint: Checkpoint, template: TurnTemplate, vocabulary: DraftVocabulary) -> int:
+    """A token for the rows after the anchor: a special one that conversations do not use, if there is one."""
+    used = {*template.opening, *template.middle, *template.end_tokens}
+    free = sorted(t for t in checkpoint.tokenizer.special_token_ids if t not in used)
+    if free:
+        return free[0]
+    outside = (vocabulary.draft_ids < 0).nonzero()[:, 0]
+    return int(outside[-1]) if outside.numel() else 0
+
+
+def head_rows(checkpoint: Checkpoint, target: Decoder, ids: Tensor) -> Tensor:
+    """Rows `ids` of the target's LM head from its checkpoint: kernels may keep no copy that can be read."""
+    if target.config.tie_word_embeddings:
+        return target.embedding[ids.to(target.device)]
+    return checkpoint.weights.get("lm_head.weight")[ids].to(target.device, target.dtype)
+
+
+def build_network(
+    config: TrainConfig,
+    target: Decoder,
+    head: Tensor,
+    vocabulary: DraftVocabulary,
+    markov_rows: Tensor,
+    mask_token_id: int,
+) -> DraftNetwork:
+    """An untrained drafter for `target`, on its device; the same for the same seed.
+
+    Args:
+        config: the drafter's sizes.
+        target: what it drafts for.
+        head: `[draft_vocab, hidden]`, as `head_rows`.
+        vocabulary: draft vocabulary.
+        markov_rows: row of W1 that each target token trains.
+        mask_token_id: token of the rows after the anchor.
+    """
+    model, wanted = target.config, config.network
+    shape = NetworkShape(
+        hidden_size=model.hidden_size,
+        target_hidden_size=model.hidden_size,
+        intermediate_size=wanted.intermediate_size or model.intermediate_size,
+        num_layers=wanted.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=wanted.num_kv_heads or model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_taps=len(config.features.layer_ids(model.num_layers)),
+        vocab_size=model.vocab_size,
+        draft_vocab_size=vocabulary.ids.shape[0],
+        markov_rank=wanted.markov_rank if wanted.method == "dspark" else 0,
+        markov_tokens=int(markov_rows.max()) + 1,
+        lead_rows=0 if wanted.method == "dspark" else 1,
+        rms_norm_eps=model.rms_norm_eps,
+        rope_theta=model.rope.theta,
+    )
+    if shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(f"num_kv_heads must divide {shape.num_heads} heads, got {shape.num_kv_heads}")
+    torch.manual_seed(config.seed)
+    network = DraftNetwork(
+        shape,
+        target.embedding,
+        head,
+        mask_token_id,
+        markov_rows.to(target.device),
+        target.dtype,
+    )
+    with torch.no_grad():
+        network.norm.weight.copy_(target.final_norm)
+    return network.to(target.device)

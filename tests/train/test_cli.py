@@ -1,0 +1,48 @@
+"""The command refuses bad input in one line, before it loads anything."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparkgap.cli import main
+from sparkgap.train.run import head_rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss-weights", "1,2"], "loss-weights must be three numbers"),
+        (["--loss-weights", "a,b,c"], "loss-weights must be numbers"),
+        (["--method", "eagle"], "method must be one of dspark, dflash"),
+        (["--target-layers", "4;5"], "target-layers must be numbers"),
+        (["--steps", "0"], "steps must be an integer of at least 1"),
+        (["--only-prompts"], "needs a prompts file"),
+        (["--target", "no-such-model", "--steps", "1"], "no-such-model"),
+        (["--device", "nonsense"], "device 'nonsense' is not available"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--out", str(tmp_path / "out"), *arguments])
+    assert exit_.value.code == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert message in errors[-1]
+
+
+def test_the_frozen_head_is_the_targets_own(tiny_target):
+    ids = torch.tensor([1, 4])
+    table, head = torch.randn(6, 3), torch.randn(6, 3)
+    checkpoint = SimpleNamespace(weights=SimpleNamespace(get={"lm_head.weight": head}.__getitem__))
+
+    def rows(tied: bool) -> torch.Tensor:
+        target = SimpleNamespace(
+            config=SimpleNamespace(tie_word_embeddings=tied),
+            embedding=table,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        return head_rows(checkpoint, target, ids)
+
+    assert torch.equal(rows(True), table[ids])
+    assert torch.equal(rows(False), head[ids])

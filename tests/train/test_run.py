@@ -1,0 +1,153 @@
+"""Whole runs on a tiny target: they learn, they repeat, and they continue after any interruption."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparkgap.errors import ConfigError
+from sparkgap.train import conversations, loop
+from sparkgap.train.run import train
+from tests.train.conftest import make_settings
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_target, tmp_path_factory, quiet):
+    """A run of the usual small settings that nothing interrupted."""
+    config = make_settings(tiny_target, tmp_path_factory.mktemp("whole") / "out")
+    train(config, quiet)
+    return config
+
+
+def drafter(config):
+    return load_file(config.out / "model.safetensors")
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash"])
+def test_training_raises_acceptance_of_the_served_drafter(settings, quiet, method):
+    sampling = {"answer_tokens": 1000, "lanes": 8, "shard_conversations": 16, "max_positions": 64}
+    network = {"method": method, "draft_vocab_size": 260}
+    optimization = {
+        "steps": 50, "anchors_per_step": 48, "held_out_conversations": 8, "evaluation_interval": 50,
+        "checkpoint_interval_s": 1e3, "warmup_steps": 5,
+    }  # fmt: skip
+    config = settings(conversation=sampling, network=network, optimization=optimization)
+    report = train(config, quiet)
+    trained = report["held_out"]["accepted_per_round"]
+    first = settings("untrained", conversation=sampling, network=network, optimization={"steps": 1})
+    untrained = train(first, quiet)["held_out"]["accepted_per_round"]
+    # Tied embeddings make an untrained drafter repeat its anchor, which this target often does too.
+    assert trained > untrained + 0.15
+    assert trained == pytest.approx(report["curve"][-1]["held_out"]["accepted_per_round"], abs=0.05)
+    assert json.loads((config.out / "report.json").read_text())["held_out"] == report["held_out"]
+    assert report["checkpoint_bytes"] == (config.out / "model.safetensors").stat().st_size
+
+
+def test_a_seed_repeats_and_another_differs(settings, quiet, whole):
+    again, other = settings("again"), settings("other", seed=1)
+    train(again, quiet)
+    train(other, quiet)
+    assert_same(drafter(whole), drafter(again))
+    assert not torch.equal(drafter(whole)["fc.weight"], drafter(other)["fc.weight"])
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_run_killed_while_training_continues_to_the_same_weights(settings, quiet, monkeypatch, whole, call):
+    config = settings("killed")
+    step, calls = loop.Trainer._step, []
+
+    def killed_step(self, *arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_step", killed_step)
+        with pytest.raises(Killed):
+            train(config, quiet)
+    assert not (config.out / "model.safetensors").exists()
+    train(config, quiet)
+    assert_same(drafter(whole), drafter(config))
+
+
+@pytest.mark.parametrize("name", ["state.pt", "shard-0000.safetensors", "vocabulary.safetensors"])
+def test_a_run_killed_while_writing_a_file_continues_to_the_same_weights(settings, quiet, monkeypatch, whole, name):
+    config = settings("killed")
+    rename = os.replace
+
+    def killed_rename(source, destination):
+        if str(destination).endswith(name):
+            raise Killed
+        rename(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed_rename)
+        with pytest.raises(Killed):
+            train(config, quiet)
+    train(config, quiet)
+    assert_same(drafter(whole), drafter(config))
+
+
+def test_finished_shards_are_not_sampled_again(quiet, monkeypatch, whole):
+
+    def fail(*_):
+        raise AssertionError("sampled again")
+
+    before = drafter(whole)
+    monkeypatch.setattr(conversations.ConversationSampler, "shard", fail)
+    train(whole, quiet)
+    assert_same(before, drafter(whole))
+
+
+def test_other_settings_do_not_continue_a_run(quiet, whole):
+    changed = replace(whole, network=replace(whole.network, markov_rank=2))
+    with pytest.raises(ConfigError, match=r"network\.markov_rank = 4, and is now given 2"):
+        train(changed, quiet)
+
+
+def test_more_steps_continue_a_run(settings, quiet):
+    train(settings(), quiet)
+    report = train(settings(optimization={"steps": 9}), quiet)
+    assert report["steps"] == 9
+    assert [record["step"] for record in report["curve"]] == [3, 6, 9]
+
+
+def test_too_few_conversations_are_refused(settings, quiet):
+    with pytest.raises(ConfigError, match="too few"):
+        train(settings(conversation={"answer_temperatures": (0.7,)}), quiet)
+
+
+def test_too_little_disk_is_refused(settings, quiet, monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(conversations.shutil, "disk_usage", lambda _: Usage)
+    with pytest.raises(ConfigError, match="GiB free"):
+        train(settings(), quiet)
+
+
+def test_too_little_memory_is_refused(settings, quiet, monkeypatch):
+    monkeypatch.setattr("sparkgap.train.memory.available_bytes", lambda _: 1000)
+    with pytest.raises(ConfigError, match="--lanes"):
+        train(settings(), quiet)
+
+
+def test_evaluation_prompts_are_measured(settings, quiet, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"prompt": "hello"}\n')
+    report = train(settings(evaluation_prompts=prompts), quiet)
+    assert report["evaluation_prompts"]["rounds"] > 0
