@@ -282,18 +282,18 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_disturbs_nobody(llm)
     next(other)
     stream = llm.stream([1, 2, 3], GREEDY)
     tokens = list(next(stream).outputs[0].token_ids)
-    forward = llm._engine.runner.target.forward
+    decode = llm._engine.runner.passes.decode
 
-    def close_then_forward(*arguments, **options):
+    def close_then_decode(batch):
         other.close()
-        return forward(*arguments, **options)
+        return decode(batch)
 
-    llm._engine.runner.target.forward = close_then_forward
+    llm._engine.runner.passes.decode = close_then_decode
     try:
         for output in stream:
             tokens += output.outputs[0].token_ids
     finally:
-        llm._engine.runner.target.forward = forward
+        llm._engine.runner.passes.decode = decode
     assert tokens == expected
     assert is_idle(llm)
 

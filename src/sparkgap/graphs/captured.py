@@ -152,6 +152,8 @@ class CapturedPasses(Passes):
                 self._context_graphs.replay({"captured": captured, **tensors})
         if self.drafting is not None:
             self._draft_graphs.replay(self._draft_inputs.tensors(smallest))
+            if sampled_drafts:
+                self._logits_graphs.replay(self._draft_inputs.tensors(smallest))
         self.counters.replays.clear()
 
     def _capture_target(self, batch: ForwardBatch) -> None:
