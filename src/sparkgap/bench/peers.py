@@ -6,9 +6,11 @@ the same: the prompt's token ids, greedy choice, a number of output tokens, a nu
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from io import StringIO
 from math import prod
 from typing import Any
 
@@ -82,7 +84,8 @@ class TransformersPeer:
             path, gguf_file = path.parent, {"gguf_file": path.name}
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        with torch_threads(threads):
+        # Reading a GGUF file draws a bar of its own.
+        with torch_threads(threads), redirect_stderr(StringIO()):
             self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.bfloat16, local_files_only=True, **gguf_file
             )

@@ -1,6 +1,7 @@
 """`sparkgap bench latency`: plain decoding, speculation and other engines side by side."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -202,20 +203,21 @@ def _print(report: _Report) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    machine, floor = report.facts["machine"], report.floor
-    lengths = [prompt["tokens"] for prompt in report.facts["prompts"]]
-    console.print(
-        f"{report.facts['model']} on {machine['cpu']}, {machine['threads']} threads: {len(lengths)} prompts of "
-        f"{min(lengths)} to {max(lengths)} tokens, {report.facts['max_tokens']} output tokens, "
-        f"{report.facts['repeats']} repeats. Medians, lowest to highest beside them."
-    )
-    table = Table("", *(f"{name}\n{_weights(report.column_facts[name])}" for name in report.summaries))
-    for label, cells in _rows(report.summaries):
+    console.print(_heading(report.facts))
+    names = list(report.summaries)
+    table = Table("", *(f"{name}\n{_weights(report.column_facts[name])}" for name in names))
+    for label, cells in _rows(list(report.summaries.values())):
         table.add_row(label, *cells)
     console.print(table)
+    if len(names) > 1:
+        speedups = Table("times as fast as", "", *names)
+        for cells in _speedup_rows(report.summaries):
+            speedups.add_row(*cells)
+        console.print(speedups)
+    floor = report.floor
     console.print(
-        f"memory reads {_spread(floor.read_bytes_per_s, 1e-9, '.1f')} GB/s; {floor.weight_bytes_per_token / 1e6:.1f} "
-        f"MB of weights a token take {floor.tpot_ms:.2f} ms: the floor of plain decoding"
+        f"memory reads {_spread(floor.read_bytes_per_s, 1e-9)} GB/s; {floor.weight_bytes_per_token / 1e6:.1f} MB of "
+        f"weights a token take {_number(floor.tpot_ms)} ms: the floor of plain decoding"
     )
     if report.identical is not None:
         same = "the same as" if report.identical else "DIFFERENT from"
@@ -224,26 +226,40 @@ def _print(report: _Report) -> None:
         console.print(note)
 
 
-def _rows(summaries: "Mapping[str, ColumnSummary]") -> list[tuple[str, list[str]]]:
-    columns = list(summaries.values())
+def _heading(facts: Mapping[str, Any]) -> str:
+    lengths = sorted({prompt["tokens"] for prompt in facts["prompts"]})
+    tokens = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    machine = facts["machine"]
+    return (
+        f"{facts['model']} on {machine['cpu']}. Threads: {machine['threads']}; prompts: {len(facts['prompts'])} of "
+        f"{tokens} tokens; output tokens: {facts['max_tokens']}; repeats: {facts['repeats']}. Medians, with lowest to "
+        "highest in parentheses."
+    )
+
+
+def _rows(columns: "Sequence[ColumnSummary]") -> list[tuple[str, list[str]]]:
     rows = [
-        ("TTFT, ms", [_spread(column.ttft_ms, 1, ".1f") for column in columns]),
-        ("TPOT, ms", [_spread(column.tpot_ms, 1, ".2f") for column in columns]),
-        ("tokens/s", [_spread(column.output_tokens_per_s, 1, ".1f") for column in columns]),
-        ("latency, ms", [_spread(column.latency_ms, 1, ".0f") for column in columns]),
-        ("TPOT / floor", [_optional(column.times_floor) for column in columns]),
+        ("TTFT, ms", [_spread(column.ttft_ms) for column in columns]),
+        ("TPOT, ms", [_spread(column.tpot_ms) for column in columns]),
+        ("latency, ms", [_spread(column.latency_ms) for column in columns]),
+        ("tokens/s", [_spread(column.output_tokens_per_s) for column in columns]),
+        ("TPOT / floor", [_spread(column.times_floor) for column in columns]),
     ]
     if any(column.draft_rounds for column in columns):
         accepted = [column.accepted_per_round for column in columns]
         rows.append(("accepted / round", ["-" if number is None else f"{number:.2f}" for number in accepted]))
         rows.append(("draft rounds", [str(column.draft_rounds or "-") for column in columns]))
-    for other in summaries if len(summaries) > 1 else ():
-        speedups = [column.speedup_over.get(other) for column in columns]
-        for part in ("ttft", "tpot", "latency"):
-            label = f"{'latency' if part == 'latency' else part.upper()}, times as fast as {other}"
-            rows.append((label, [_optional(getattr(speedup, part, None)) for speedup in speedups]))
-    rows.append(("same tokens as plain", [f"{column.same_answers} of {column.answers}" for column in columns]))
+    rows.append(("same as plain", [f"{column.same_answers} of {column.answers}" for column in columns]))
     return rows
+
+
+def _speedup_rows(summaries: "Mapping[str, ColumnSummary]") -> Iterator[list[str]]:
+    for other in summaries:
+        speedups = [column.speedup_over.get(other) for column in summaries.values()]
+        for number, part in enumerate(("ttft", "tpot", "latency")):
+            cells = [None if speedup is None else getattr(speedup, part) for speedup in speedups]
+            label = part if part == "latency" else part.upper()
+            yield ["" if number else other, label, *(_spread(cell) for cell in cells)]
 
 
 def _weights(facts: Mapping[str, Any]) -> str:
@@ -251,10 +267,12 @@ def _weights(facts: Mapping[str, Any]) -> str:
     return str(facts.get("quantization") or facts.get("weights") or facts.get("dtype") or "")
 
 
-def _spread(spread: "Spread", scale: float, form: str) -> str:
-    low, high = spread.lowest * scale, spread.highest * scale
-    return f"{spread.median * scale:{form}} ({low:{form}}-{high:{form}})"
+def _spread(spread: "Spread | None", scale: float = 1) -> str:
+    if spread is None:
+        return "-"
+    return f"{_number(spread.median * scale)} ({_number(spread.lowest * scale)}-{_number(spread.highest * scale)})"
 
 
-def _optional(spread: "Spread | None") -> str:
-    return "-" if spread is None else _spread(spread, 1, ".2f")
+def _number(value: float) -> str:
+    """To three digits at least, without an exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0}f}"
