@@ -14,7 +14,7 @@ from sparkgap import __version__
 from sparkgap.device.host import usable_cores
 
 READ_BUFFER_BYTES = 512 * 2**20
-"""Well beyond the last cache that a few cores share."""
+"""A buffer well beyond the last cache that a few cores share."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -61,13 +61,13 @@ class MemoryReader:
     Args:
         device: whose memory is read.
         threads: of the CPU that read it, each a part of its own.
-        buffer_bytes: must be well beyond the caches.
+        buffer_bytes: size of the buffer, a multiple of 8; `READ_BUFFER_BYTES` unless the caches are larger still.
 
     Attributes:
         buffer_bytes: read by each measurement.
     """
 
-    def __init__(self, device: torch.device, threads: int, buffer_bytes: int = READ_BUFFER_BYTES) -> None:
+    def __init__(self, device: torch.device, threads: int, buffer_bytes: int) -> None:
         self._buffer = torch.ones(buffer_bytes // 8, dtype=torch.int64, device=device)
         self._threads = threads
         self.buffer_bytes = self._buffer.nbytes

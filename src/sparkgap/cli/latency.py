@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _DEFAULT_LIMIT = 3
 """Built-in prompts, one of each category."""
 
+_BUSY = 0.5
+"""Load average for each core, before the run, above which a report says so."""
+
 
 def latency(
     engine: EngineOptions,
@@ -47,15 +50,16 @@ def latency(
     _check(max_tokens, repeats, warmups, prompt_tokens, prompts)
     chosen = [] if prompt_tokens is not None else _read(prompts)
     from sparkgap.bench.latency import check_room, measure_latency
-    from sparkgap.bench.machine import MemoryReader
+    from sparkgap.bench.machine import READ_BUFFER_BYTES, MemoryReader, machine_facts
     from sparkgap.bench.peers import check_peers
 
     check_peers(peers)
+    machine = machine_facts()
     plain, speculative = _load(engine.config())
     encoded = _encode(plain, chosen, prompts.raw, prompt_tokens)
     check_room(encoded, max_tokens, plain.info()["max_model_len"])
     columns = _columns(plain, speculative, peers, encoded, max_tokens)
-    reader = MemoryReader(plain.device, plain.info()["threads"])
+    reader = MemoryReader(plain.device, plain.info()["threads"], READ_BUFFER_BYTES)
     with progress_bar("Measuring", len(encoded) * (warmups + repeats)) as advance:
         turns = measure_latency(
             columns,
@@ -66,8 +70,13 @@ def latency(
             read_bandwidth=reader.bytes_per_s,
             advance=advance,
         )
-    settings = {"max_tokens": max_tokens, "repeats": repeats, "warmups": warmups}
-    report = _report(plain, columns, turns, encoded, settings, reader.buffer_bytes)
+    settings = {
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "warmups": warmups,
+        "read_buffer_bytes": reader.buffer_bytes,
+    }
+    report = _report(plain, columns, turns, encoded, machine, settings)
     if speculative is None:
         reason = "--no-speculation" if engine.no_speculation else f"no drafter is shipped for model {engine.model}"
         report.notes.append(f"speculation was not measured: {reason}")
@@ -177,11 +186,10 @@ def _report(
     columns: "Sequence[Column]",
     turns: "Sequence[Turn]",
     prompts: Sequence[EncodedPrompt],
+    machine: Mapping[str, Any],
     settings: Mapping[str, Any],
-    buffer_bytes: int,
 ) -> _Report:
     from sparkgap.bench.latency import floor_of, identical, summarize
-    from sparkgap.bench.machine import machine_facts
 
     info = plain.info()
     weight_bytes = info["weight_bytes_per_token"]
@@ -189,13 +197,21 @@ def _report(
     threads = {"threads": info["threads"], "instruction_set": info["instruction_set"], "device": info["device"]}
     facts = {
         "model": info["model"],
-        "machine": {**machine_facts(), **threads},
+        "machine": {**machine, **threads},
         **settings,
         "prompts": [{"id": prompt.prompt.id, "tokens": len(prompt.token_ids)} for prompt in prompts],
-        "read_buffer_bytes": buffer_bytes,
     }
     facts_by_column = {column.name: column.facts for column in columns}
-    return _Report(facts, facts_by_column, summaries, floor_of(turns, weight_bytes), identical(summaries), turns, [])
+    return _Report(
+        facts, facts_by_column, summaries, floor_of(turns, weight_bytes), identical(summaries), turns, _notes(machine)
+    )
+
+
+def _notes(machine: Mapping[str, Any]) -> list[str]:
+    load, cores = machine["load_average"], machine["cores"]["total"]
+    if load is None or load < _BUSY * cores:
+        return []
+    return [f"the machine was busy (load average {load:.1f} on {cores} cores): compare within this run only"]
 
 
 def _print(report: _Report) -> None:
