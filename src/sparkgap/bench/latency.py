@@ -70,12 +70,17 @@ class Column(Protocol):
 
 
 class EngineColumn:
-    """Sparkgap's own engine, with speculation where the model has a drafter."""
+    """Sparkgap's own engine, with speculation where the model was loaded with a drafter.
 
-    def __init__(self, llm: LLM) -> None:
+    Args:
+        llm: the model.
+        name: of the column; None takes `plain` or `speculative`.
+    """
+
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
         self._llm = llm
         self.info = llm.info()
-        self.name = PLAIN if self.info["speculation"] is None else SPECULATIVE
+        self.name = name or (PLAIN if self.info["speculation"] is None else SPECULATIVE)
 
     @property
     def facts(self) -> dict[str, Any]:

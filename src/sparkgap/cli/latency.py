@@ -42,6 +42,12 @@ def latency(
         list[str] | None,
         typer.Option("--peer", metavar="ENGINE", help="Also transformers or llama.cpp (CPU). May be repeated."),
     ] = None,
+    also_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also-dtype", metavar="DTYPE", help="Also plain decoding in this dtype, not quantized. May be repeated."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object.")] = False,
 ) -> int:
     """Measure time to first token and time per token, one request at a time, with all columns in turn."""
@@ -49,16 +55,23 @@ def latency(
     peers = list(dict.fromkeys(peer or ()))
     _check(max_tokens, repeats, warmups, prompt_tokens, prompts)
     chosen = [] if prompt_tokens is not None else _read(prompts)
-    from sparkgap.bench.latency import check_room, measure_latency
+    from sparkgap.bench.latency import EngineColumn, check_room, measure_latency
     from sparkgap.bench.machine import READ_BUFFER_BYTES, MemoryReader, machine_facts
     from sparkgap.bench.peers import check_peers
 
     check_peers(peers)
     machine = machine_facts()
-    plain, speculative = _load(engine.config())
+    config = engine.config()
+    others = [
+        replace(config, dtype=dtype, quantization="none", speculation=False, speculative_config=None)
+        for dtype in dict.fromkeys(also_dtype or ())
+    ]
+    plain, speculative = _load(config)
     encoded = _encode(plain, chosen, prompts.raw, prompt_tokens)
     check_room(encoded, max_tokens, plain.info()["max_model_len"])
-    columns = _columns(plain, speculative, peers, encoded, max_tokens)
+    columns: list[Column] = [EngineColumn(llm) for llm in (plain, speculative) if llm is not None]
+    columns += [EngineColumn(loading.load_llm(other), f"plain {other.dtype}") for other in others]
+    columns += _peer_columns(plain, peers, encoded, max_tokens)
     reader = MemoryReader(plain.device, plain.info()["threads"], READ_BUFFER_BYTES)
     with progress_bar("Measuring", len(encoded) * (warmups + repeats)) as advance:
         turns = measure_latency(
@@ -123,21 +136,17 @@ def _encode(llm: "LLM", chosen: Sequence[BenchPrompt], raw: bool, prompt_tokens:
     return encode_prompts(llm, chosen, raw=raw) if prompt_tokens is None else [synthetic_prompt(llm, prompt_tokens)]
 
 
-def _columns(
-    plain: "LLM", speculative: "LLM | None", peers: Sequence[str], prompts: Sequence[EncodedPrompt], max_tokens: int
-) -> "list[Column]":
-    from sparkgap.bench.latency import EngineColumn
+def _peer_columns(
+    plain: "LLM", peers: Sequence[str], prompts: Sequence[EncodedPrompt], max_tokens: int
+) -> "Iterator[Column]":
     from sparkgap.bench.peers import load_peer
 
-    info = plain.info()
-    columns: list[Column] = [EngineColumn(llm) for llm in (plain, speculative) if llm is not None]
     if peers and plain.device.type != "cpu":
         raise ConfigError(f"peers run on the CPU, and the model is on {plain.device}; add --device cpu")
     longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
     for name in peers:
         with status(f"loading {name} ..."):
-            columns.append(load_peer(name, plain.checkpoint, threads=info["threads"], max_tokens=longest))
-    return columns
+            yield load_peer(name, plain.checkpoint, threads=plain.info()["threads"], max_tokens=longest)
 
 
 @dataclass(frozen=True)
