@@ -149,6 +149,7 @@ def test_figures():
     assert (speedup.latency.lowest, speedup.latency.median, speedup.latency.highest) == pytest.approx((1, 1.5, 3))
     assert set(other.speedup_over) == {"plain"}
     assert (plain.answers, plain.same_answers, other.same_answers) == (3, 3, 2)
+    assert (plain.same_leading_tokens.lowest, other.same_leading_tokens.lowest) == (3, 2)
     assert identical(summaries) is False
     assert identical(summarize(turns[:2], 1)) is True
     assert identical({"plain": plain}) is None
@@ -361,7 +362,7 @@ def test_command(command, monkeypatch):
     status, out, err = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0", "--also-dtype", "bfloat16")
     assert (status, err) == (0, "")
     assert "plain bfloat16" in out
-    for part in ("TTFT", "TPOT", "speculative", "times as fast as", "the same as those without", "GB/s"):
+    for part in ("TTFT", "TPOT", "speculative", "speculative / plain", "the same as those without", "GB/s"):
         assert part in " ".join(out.split())
     monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
     status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0")

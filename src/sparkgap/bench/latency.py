@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from sparkgap.api import LLM
 from sparkgap.bench.builtin_prompts import BUILTIN_PROMPTS
+from sparkgap.bench.check import first_difference
 from sparkgap.bench.prompts import BenchPrompt, EncodedPrompt
 from sparkgap.config import SamplingParams
 from sparkgap.errors import ConfigError, PromptError
@@ -204,6 +205,7 @@ class ColumnSummary:
         accepted_per_round: accepted draft tokens / draft rounds; None without any.
         answers, same_answers: how many there are, and how many have the tokens of plain decoding's first answer to
             the prompt.
+        same_leading_tokens: tokens of an answer before the first that differs from those.
         times_floor: time per output token / the floor of the turn; None where the floor says nothing.
         speedup_over: by the other column's name.
     """
@@ -216,6 +218,7 @@ class ColumnSummary:
     accepted_per_round: float | None
     answers: int
     same_answers: int
+    same_leading_tokens: Spread
     times_floor: Spread | None
     speedup_over: dict[str, Speedup] = field(default_factory=dict)
 
@@ -257,6 +260,7 @@ def _summary(
 ) -> ColumnSummary:
     answers = [turn.generations[name] for turn in turns]
     rounds = sum(answer.draft_rounds for answer in answers)
+    differences = [first_difference(plain_answers[turn.prompt_id], turn.generations[name].token_ids) for turn in turns]
     floors_ms = [weight_bytes_per_token / turn.read_bytes_per_s * 1e3 for turn in turns]
     return ColumnSummary(
         ttft_ms=Spread.of(answer.ttft_ms for answer in answers),
@@ -266,7 +270,11 @@ def _summary(
         draft_rounds=rounds,
         accepted_per_round=sum(answer.accepted_draft_tokens for answer in answers) / rounds if rounds else None,
         answers=len(answers),
-        same_answers=sum(turn.generations[name].token_ids == plain_answers[turn.prompt_id] for turn in turns),
+        same_answers=differences.count(None),
+        same_leading_tokens=Spread.of(
+            len(answer.token_ids) if place is None else place
+            for answer, place in zip(answers, differences, strict=True)
+        ),
         times_floor=Spread.of(a.tpot_ms / floor for a, floor in zip(answers, floors_ms, strict=True))
         if name == PLAIN
         else None,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -159,6 +160,7 @@ class _Report:
     floor: "Floor"
     identical: bool | None
     turns: "Sequence[Turn]"
+    own_columns: frozenset[str]
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def _report(
     machine: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> _Report:
-    from sparkgap.bench.latency import floor_of, identical, summarize
+    from sparkgap.bench.latency import EngineColumn, floor_of, identical, summarize
 
     info = plain.info()
     weight_bytes = info["weight_bytes_per_token"]
@@ -210,9 +212,17 @@ def _report(
         **settings,
         "prompts": [{"id": prompt.prompt.id, "tokens": len(prompt.token_ids)} for prompt in prompts],
     }
+    own = frozenset(column.name for column in columns if isinstance(column, EngineColumn))
     facts_by_column = {column.name: column.facts for column in columns}
     return _Report(
-        facts, facts_by_column, summaries, floor_of(turns, weight_bytes), identical(summaries), turns, _notes(machine)
+        facts,
+        facts_by_column,
+        summaries,
+        floor_of(turns, weight_bytes),
+        identical(summaries),
+        turns,
+        own,
+        _notes(machine),
     )
 
 
@@ -235,8 +245,8 @@ def _print(report: _Report) -> None:
         table.add_row(label, *cells)
     console.print(table)
     if len(names) > 1:
-        speedups = Table("times as fast as", "", *names)
-        for cells in _speedup_rows(report.summaries):
+        speedups = Table("times as fast", "TTFT", "TPOT", "latency")
+        for cells in _speedup_rows(report):
             speedups.add_row(*cells)
         console.print(speedups)
     floor = report.floor
@@ -274,17 +284,20 @@ def _rows(columns: "Sequence[ColumnSummary]") -> list[tuple[str, list[str]]]:
         accepted = [column.accepted_per_round for column in columns]
         rows.append(("accepted / round", ["-" if number is None else f"{number:.2f}" for number in accepted]))
         rows.append(("draft rounds", [str(column.draft_rounds or "-") for column in columns]))
+    leading = [column.same_leading_tokens for column in columns]
+    rows.append(("same tokens first", [f"{s.median:.0f} ({s.lowest:.0f}-{s.highest:.0f})" for s in leading]))
     rows.append(("same as plain", [f"{column.same_answers} of {column.answers}" for column in columns]))
     return rows
 
 
-def _speedup_rows(summaries: "Mapping[str, ColumnSummary]") -> Iterator[list[str]]:
-    for other in summaries:
-        speedups = [column.speedup_over.get(other) for column in summaries.values()]
-        for number, part in enumerate(("ttft", "tpot", "latency")):
-            cells = [None if speedup is None else getattr(speedup, part) for speedup in speedups]
-            label = part if part == "latency" else part.upper()
-            yield ["" if number else other, label, *(_spread(cell) for cell in cells)]
+def _speedup_rows(report: _Report) -> Iterator[list[str]]:
+    """Each pair with one of the engine's own columns once: own ones over those before, and over peers."""
+    summaries, own = report.summaries, report.own_columns
+    for first, second in combinations(summaries, 2):
+        if first in own:
+            name, other = (second, first) if second in own else (first, second)
+            speedup = summaries[name].speedup_over[other]
+            yield [f"{name} / {other}", *(_spread(part) for part in (speedup.ttft, speedup.tpot, speedup.latency))]
 
 
 def _weights(facts: Mapping[str, Any]) -> str:
