@@ -235,6 +235,7 @@ def _notes(machine: Mapping[str, Any]) -> list[str]:
 
 def _print(report: _Report) -> None:
     from rich.console import Console
+    from rich.table import Column as TableColumn
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -245,7 +246,7 @@ def _print(report: _Report) -> None:
         table.add_row(label, *cells)
     console.print(table)
     if len(names) > 1:
-        speedups = Table("times as fast", "TTFT", "TPOT", "latency")
+        speedups = Table(TableColumn("times as fast", no_wrap=True), "TTFT", "TPOT", "latency")
         for cells in _speedup_rows(report):
             speedups.add_row(*cells)
         console.print(speedups)
