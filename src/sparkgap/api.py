@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from sparkgap import __version__
+from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
@@ -63,6 +65,16 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with its chat template."""
         return self._loaded.checkpoint.tokenizer
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model's files."""
+        return self._loaded.checkpoint
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return self._loaded.target.device
 
     def generate(
         self,
@@ -167,6 +179,8 @@ class LLM:
             "dtype": str(target.dtype).removeprefix("torch."),
             "quantization": loaded.quantization,
             "threads": loaded.threads,
+            "instruction_set": loaded.instruction_set,
+            "weight_bytes_per_token": target.weight_bytes_per_token,
             "vocab_size": target.config.vocab_size,
             "eos_token_ids": list(self._engine.model.eos_token_ids),
             "max_model_len": self._engine.model.max_model_len,

@@ -1,1 +1,1 @@
-"""Measurements over a loaded model: exactness, acceptance."""
+"""Measurements over a loaded model: exactness, acceptance, latency."""

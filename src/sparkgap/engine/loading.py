@@ -60,6 +60,12 @@ class LoadedEngine:
         """Counts of captures, replays and eager passes; all zero with graphs off."""
         return self.passes.report() if isinstance(self.passes, CapturedPasses) else GraphCounters()
 
+    @property
+    def instruction_set(self) -> str | None:
+        """The native kernels' variant; None where torch computes."""
+        kernels = self.target.kernels
+        return kernels.executor.variant if isinstance(kernels, NativeKernels) else None
+
 
 def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) -> LoadedEngine:
     """Find, read and set up the model that `config` names. Sets the number of torch's compute threads.

@@ -71,6 +71,19 @@ class Decoder:
         self.device: torch.device = embedding.device
         self._scale = config.head_dim**-0.5
 
+    @property
+    def weight_bytes_per_token(self) -> int:
+        """Bytes of weights that a pass of one row reads, in the form in which they are held."""
+        products = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        norms = [
+            norm
+            for layer in self.layers
+            for norm in (layer.input_norm, layer.query_norm, layer.key_norm, layer.post_attention_norm)
+            if norm is not None
+        ]
+        linear_bytes = sum(weight.nbytes for weight in (*products, self.lm_head))
+        return linear_bytes + sum(norm.nbytes for norm in (*norms, self.final_norm)) + self.embedding[0].nbytes
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings `[rows, hidden_size]` of `token_ids` int64 `[rows]`."""
         return self.kernels.embed(token_ids, self.embedding)

@@ -91,6 +91,11 @@ class LinearWeight:
         """Size of an output row."""
         return self.weight.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads of it, without what is only padding."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.

@@ -10,7 +10,7 @@ set the kernels were compiled for.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
 
 Quantization = Literal["w8a8"]
+PackedForm = Literal["int8", "bfloat16", "float32"]
 
 ISA_VARIABLE = "SPARKGAP_ISA"
 """Environment variable that forces a kernel variant: `avx512`, `avx2` or `portable`."""
@@ -35,9 +36,18 @@ class NativeLinearWeight(LinearWeight):
     Attributes:
         weight: on the `meta` device: the shape of the original, without its values.
         packed: the values, in the native module's own memory.
+        form: what the values are packed as.
     """
 
     packed: _native.PackedWeight = field(kw_only=True)
+    form: PackedForm = field(kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """See `LinearWeight.nbytes`; int8 has a scale and an offset of 4 bytes for each output channel."""
+        values = self.in_features * _PACKED_BYTES[self.form]
+        channel = values + (8 if self.form == "int8" else 0) + (0 if self.bias is None else 4)
+        return self.out_features * channel
 
 
 class NativeKernels(Kernels):
@@ -77,7 +87,7 @@ class NativeKernels(Kernels):
         Raises:
             CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
-        form = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
+        form: PackedForm = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
         source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
@@ -86,7 +96,9 @@ class NativeKernels(Kernels):
             raise CheckpointError(
                 f"a weight of shape {list(weight.shape)} has infinities or NaN: it cannot be quantized"
             )
-        return NativeLinearWeight(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed)
+        return NativeLinearWeight(
+            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed, form=form
+        )
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
@@ -320,4 +332,5 @@ class _HeadStep(NamedTuple):
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 """What the native module calls the dtypes of results."""
 
-_PACKED_FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PACKED_FORMS: Mapping[torch.dtype, PackedForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PACKED_BYTES: Mapping[PackedForm, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
