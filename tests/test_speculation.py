@@ -228,7 +228,7 @@ ERRORS = [
     ({"method": "DFlash"}, ConfigError, ["method is dflash", "is dspark"]),
     ({"drafts": 3}, ConfigError, ["'drafts'", "num_speculative_tokens"]),
     ({"draft_sample_method": "best"}, ConfigError, ["draft_sample_method", "'best'"]),
-    ({"model": None}, ConfigError, ["no drafter is shipped", "--draft"]),
+    ({"model": None}, ConfigError, ["needs a drafter", "--draft"]),
     ({"model": "./no/such/drafter"}, ModelNotFoundError, ["no/such/drafter"]),
     ({"model": "TARGET"}, (CheckpointError, UnsupportedModelError), ["drafter"]),
 ]

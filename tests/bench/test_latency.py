@@ -372,7 +372,7 @@ def test_command(command, monkeypatch):
 
 def test_command_without_a_drafter(command):
     arguments = ["--max-tokens", "4", "--repeats", "1", "--json", "--prompt-tokens", "30"]
-    for more, reason in (([], "no drafter is shipped"), (["--no-speculation"], "--no-speculation")):
+    for more, reason in (([], "no drafter was named"), (["--no-speculation"], "--no-speculation")):
         status, out, err = command(*arguments, *more, drafter=None, prompts=False)
         report = json.loads(out)
         assert (status, err) == (0, "")

@@ -92,7 +92,7 @@ def latency(
     }
     report = _report(plain, columns, turns, encoded, machine, settings)
     if speculative is None:
-        reason = "--no-speculation" if engine.no_speculation else f"no drafter is shipped for model {engine.model}"
+        reason = "--no-speculation" if engine.no_speculation else "no drafter was named; give --draft DIR"
         report.notes.append(f"speculation was not measured: {reason}")
     if as_json:
         print_json(report.to_json())

@@ -1,13 +1,11 @@
 """From settings to a drafter: which one, and whether it fits."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from sparkgap.catalog.drafters import DrafterCheckpoint, open_drafter
 from sparkgap.catalog.progress import ProgressReporter
-from sparkgap.catalog.shipped import shipped_drafter
 from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
@@ -36,40 +34,28 @@ def choose_drafter(
     max_model_len: int,
     progress: ProgressReporter | None = None,
 ) -> ChosenDrafter | None:
-    """The drafter that `config` names, else the one shipped for its model, else None.
+    """The drafter that `config` names, None when it names none or speculation is off.
 
     Raises:
-        ConfigError: speculation is asked for and there is no drafter; the drafter is of another method, or was
-            trained for fewer tokens than wanted.
+        ConfigError: speculation is configured without a drafter; the drafter is of another method, or was trained
+            for fewer tokens than wanted.
         ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the drafter cannot be had or does
             not fit the target.
     """
     wanted = config.speculative_config
-    if not config.speculation:
+    if not config.speculation or wanted is None:
         return None
-    path = _path_or_name(config)
-    if path is None:
-        return None
-    checkpoint = open_drafter(str(path), allow_download=config.allow_download, progress=progress)
-    wanted = wanted or SpeculativeConfig()
+    if wanted.model is None:
+        raise ConfigError(
+            "speculation needs a drafter: name one with --draft DIR (in Python: speculative_config={'model': DIR}), "
+            "or train one with `sparkgap train`"
+        )
+    checkpoint = open_drafter(wanted.model, allow_download=config.allow_download, progress=progress)
     _check_method(wanted, checkpoint)
     drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, dtype, max_model_len)
     number = wanted.num_speculative_tokens or drafter.config.max_speculative_tokens
     drafter.config.block_rows(number)
     return ChosenDrafter(drafter, number, wanted)
-
-
-def _path_or_name(config: EngineConfig) -> Path | str | None:
-    wanted = config.speculative_config
-    if wanted is not None and wanted.model is not None:
-        return wanted.model
-    shipped = shipped_drafter(config.model)
-    if shipped is None and wanted is not None:
-        raise ConfigError(
-            f"no drafter is shipped for model {config.model}; name one with --draft DIR (in Python: "
-            "speculative_config={'model': DIR}), or train one with `sparkgap train`"
-        )
-    return shipped
 
 
 def _check_method(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> None:
