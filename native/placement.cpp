@@ -63,14 +63,17 @@ void Placement::pin(int index) const {
 Placement::CallerGuard::CallerGuard(const Placement& placement, int threads) {
 #if defined(__linux__)
   const auto& cores = placement.cores_;
-  const auto end = cores.begin() + std::min<size_t>(threads, cores.size());
-  if (threads < 2 || cores.empty() || std::find(cores.begin() + 1, end, sched_getcpu()) == end) return;
-  cpu_set_t before;
-  if (sched_getaffinity(0, sizeof before, &before) != 0) return;
+  if (threads < 2 || cores.empty() || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
   move_to(cores.front());
-  (void)sched_setaffinity(0, sizeof before, &before);
+  moved_ = true;
 #else
   (void)placement, (void)threads;
+#endif
+}
+
+Placement::CallerGuard::~CallerGuard() {
+#if defined(__linux__)
+  if (moved_) (void)sched_setaffinity(0, sizeof before_, &before_);
 #endif
 }
 
