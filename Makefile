@@ -18,8 +18,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
+demo: export DEMO_PROMPT := $(value PROMPT)
 demo: $(VENV)/.installed  ## install, then answer PROMPT with the default model
-	$(BIN)/sparkgap generate "$(PROMPT)"
+	@$(BIN)/sparkgap generate "$$DEMO_PROMPT"
+	@echo "The command is $(BIN)/sparkgap; more: $(BIN)/sparkgap --help"
 
 test: $(VENV)/.installed-dev  ## run the fast tests
 	$(PYTEST)

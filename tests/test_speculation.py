@@ -230,6 +230,7 @@ ERRORS = [
     ({"draft_sample_method": "best"}, ConfigError, ["draft_sample_method", "'best'"]),
     ({"model": None}, ConfigError, ["needs a drafter", "--draft"]),
     ({"model": "./no/such/drafter"}, ModelNotFoundError, ["no/such/drafter"]),
+    ({"model": "nope"}, ModelNotFoundError, ["no drafter directory nope", "hf:owner/name"]),
     ({"model": "TARGET"}, (CheckpointError, UnsupportedModelError), ["drafter"]),
 ]
 

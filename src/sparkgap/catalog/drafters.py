@@ -25,7 +25,7 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.resolve import resolve
 from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.weights import WeightSource
-from sparkgap.errors import CheckpointError, UnsupportedModelError
+from sparkgap.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 
 _TRAINING_ONLY = frozenset({"verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq"})
 _DSPARK_PLACEHOLDERS = ("mask_embedding", "mask_embedding.weight")
@@ -63,7 +63,7 @@ def open_drafter(
     """Resolve and open a draft model. Reads headers, no tensor.
 
     Args:
-        model: a catalog name, a directory or `hf:owner/name`.
+        model: a directory or `hf:owner/name`.
         allow_download: fetch a model that is not cached.
         progress: told of downloads.
 
@@ -72,6 +72,8 @@ def open_drafter(
         DownloadError: it could not be fetched.
         CheckpointError, UnsupportedModelError: as `read_drafter`.
     """
+    if not Path(model).expanduser().exists() and ":" not in model:
+        raise ModelNotFoundError(f"no drafter directory {model}; give a directory or hf:owner/name")
     path = resolve(model, allow_download=allow_download, progress=progress)
     if not path.is_dir():
         raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")

@@ -36,16 +36,18 @@ def machine_facts() -> dict[str, Any]:
     from sparkgap import _native
     from sparkgap.catalog.store import cache_root
     from sparkgap.device.host import available_memory_bytes, usable_cores
-    from sparkgap.engine.loading import resolve_device, resolve_dtype
+    from sparkgap.engine.loading import resolve_device, resolve_dtype, resolve_quantization
 
     defaults = EngineConfig()
+    device = resolve_device(defaults.device)
     return {
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
-        "device": str(resolve_device(defaults.device)),
+        "device": str(device),
         "dtype": str(resolve_dtype(defaults.dtype)).removeprefix("torch."),
+        "quantization": resolve_quantization(defaults, device) or "none",
         "cores": {"usable": usable_cores(), "total": os.cpu_count()},
         "instruction_sets": [name for name, present in _native.cpu_features().items() if present],
         "memory": {
