@@ -3,6 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes tells of the machine's load, not of the code.
+settings.register_profile("sparkgap", deadline=None)
+settings.load_profile("sparkgap")
 
 
 @pytest.fixture(scope="session")
