@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from sparkgap.config import SamplingParams
 from sparkgap.errors import EngineError
 from sparkgap.rounds.logits import (
     SamplingRow,
@@ -128,11 +127,22 @@ def _is_unprocessed(row: SamplingRow) -> bool:
 
 
 def _draw(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    numbers = [uniform_number(row.sequence.seed, row.position, Purpose.TARGET) for row in rows]
-    uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    params: list[SamplingParams] = [row.sequence.params for row in rows]
-    # A row without a finite logit is reported by its caller; it draws from nothing, and must not fail the others.
-    return inverse_cdf(probabilities(logits, params).nan_to_num(0.0), uniforms).clamp(max=logits.shape[-1] - 1)
+    drawn = probabilities(logits, [row.sequence.params for row in rows])
+    return draw(drawn, [(row.sequence.seed, row.position) for row in rows], Purpose.TARGET)
+
+
+def draw(weights: Tensor, keys: Seq[tuple[int, int]], purpose: Purpose) -> Tensor:
+    """A token of each row, by the random number of its seed, position and purpose: int64 `[rows]`.
+
+    Args:
+        weights: float32 `[rows, vocab]`, need not sum to 1. A row without finite weights draws any token: its caller
+            reports it, and it must not fail the others.
+        keys: seed, and position that the token will occupy, of each row.
+        purpose: what the numbers are for.
+    """
+    numbers = [uniform_number(seed, position, purpose) for seed, position in keys]
+    uniforms = torch.tensor(numbers, dtype=torch.float64, device=weights.device)
+    return inverse_cdf(weights.nan_to_num(0.0), uniforms).clamp(max=weights.shape[-1] - 1)
 
 
 def token_logprobs(logits: Tensor, picks: Tensor, wanted: Seq[int | None]) -> list[TokenLogprobs | None]:

@@ -26,10 +26,10 @@ from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import BlockDrafter, Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
-from sparkgap.rounds.logits import inverse_cdf, probabilities
+from sparkgap.rounds.logits import probabilities
 from sparkgap.rounds.plain import PlainRunner
-from sparkgap.rounds.random import Purpose, uniform_number
-from sparkgap.rounds.sampling import Sampler
+from sparkgap.rounds.random import Purpose
+from sparkgap.rounds.sampling import Sampler, draw
 from sparkgap.rounds.sequence import RoundOutput, Sequence
 from sparkgap.rounds.verification import Drafted, Settlement, exact_match, rejection
 
@@ -152,9 +152,7 @@ class SpeculativeRunner(PlainRunner):
         def pick(step: int, logits: Tensor) -> Tensor:
             step_probabilities = probabilities(logits, [sequence.params for sequence in sequences]).nan_to_num(0.0)
             steps.append(step_probabilities)
-            numbers = [uniform_number(s.seed, s.num_tokens + step, Purpose.DRAFT) for s in sequences]
-            uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-            return inverse_cdf(step_probabilities, uniforms).clamp(max=logits.shape[-1] - 1)
+            return draw(step_probabilities, [(s.seed, s.num_tokens + step) for s in sequences], Purpose.DRAFT)
 
         proposal = drafter.propose(anchors, self.passes.draft(*inputs), pick)
         chosen_from = torch.stack(steps, dim=1)

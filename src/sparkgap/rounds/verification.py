@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparkgap.errors import EngineError
-from sparkgap.rounds.logits import SamplingRow, inverse_cdf
+from sparkgap.rounds.logits import SamplingRow
 from sparkgap.rounds.random import Purpose, uniform_number
-from sparkgap.rounds.sampling import Sampler, token_logprobs
+from sparkgap.rounds.sampling import Sampler, draw, token_logprobs
 from sparkgap.rounds.sequence import SampledToken, Sequence
 
 
@@ -121,13 +121,6 @@ def _accept(draft: Drafted, target: Tensor, drafter: Tensor) -> list[int]:
         if not bool(residual.sum() > 0):
             # p and q are equal up to rounding, which leaves a rejection with probability 0 in exact arithmetic.
             residual = target[number]
-        return [*draft.token_ids[:number], _draw(residual, seed, position, Purpose.RESIDUAL)]
-    bonus = _draw(target[-1], seed, first_position + len(draft.token_ids), Purpose.TARGET)
-    return [*draft.token_ids, bonus]
-
-
-def _draw(weights: Tensor, seed: int, position: int, purpose: Purpose) -> int:
-    uniform = torch.tensor([uniform_number(seed, position, purpose)], dtype=torch.float64, device=weights.device)
-    # A row without finite weights is reported by the caller; it draws from nothing, and must not fail the others.
-    drawn = inverse_cdf(weights.nan_to_num(0.0)[None], uniform).clamp(max=weights.shape[-1] - 1)
-    return int(drawn)
+        return [*draft.token_ids[:number], int(draw(residual[None], [(seed, position)], Purpose.RESIDUAL))]
+    bonus = draw(target[-1:], [(seed, first_position + len(draft.token_ids))], Purpose.TARGET)
+    return [*draft.token_ids, int(bonus)]
