@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sparkgap.config import EngineConfig, SamplingParams
 from sparkgap.engine.blocks import BlockManager
 from sparkgap.engine.completion import Completion
+from sparkgap.engine.counters import EngineCounters
 from sparkgap.engine.detokenizer import Tokenizer
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import OutputKind, Request
@@ -48,6 +49,9 @@ class Engine:
         model: the model's limits.
         config: `max_num_seqs`, `max_num_batched_tokens`, `block_size` and `seed` are read.
         num_blocks: KV blocks that the runner's caches hold.
+
+    Attributes:
+        counters: over all requests, since the engine started.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.model = model
         self.config = config
+        self.counters = EngineCounters()
         self.scheduler = Scheduler(
             BlockManager(num_blocks, config.block_size),
             max_num_seqs=config.max_num_seqs,
@@ -91,8 +96,9 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params.check_vocabulary(self.model.vocab_size)
-        self._check_prompt(token_ids)
+        # The length first: looking at each token of a prompt that is far too long takes long itself.
         max_tokens = self._max_tokens(len(token_ids), params)
+        self._check_prompt(token_ids)
         number = self._num_requests
         self._num_requests += 1
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed & MASK_64
@@ -164,9 +170,11 @@ class Engine:
         for sequence in schedule.preempted:
             self.runner.release(sequence)
             self._owners[sequence.sequence_id][0].num_preemptions += 1
+        self.counters.preemptions += len(schedule.preempted)
         self._compute(schedule.decodes, lambda: self.runner.decode(schedule.decodes))
         # A failed round may have ended requests that have another completion among the prompts.
         chunks = [chunk for chunk in schedule.chunks if chunk.sequence.sequence_id in self._owners]
+        self.counters.prompt_tokens += sum(chunk.end - chunk.sequence.num_computed_tokens for chunk in chunks)
         self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
 
     def _restart(self) -> None:
@@ -238,7 +246,9 @@ class Engine:
                 request.error = output.error
                 self._end(request)
                 continue
+            num_before = len(sequence.output_token_ids)
             request.append(completion, output)
+            self.counters.add(output, len(sequence.output_token_ids) - num_before)
             if completion.finished:
                 self._forget(sequence)
                 if request.finished:

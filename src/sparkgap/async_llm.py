@@ -1,0 +1,326 @@
+"""The Python face for asyncio: `AsyncLLM`, whose answers are read with `async for`."""
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from sparkgap.api import LLM, Message, Prompt, prompt_content
+from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.tokenizer import Tokenizer
+from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
+from sparkgap.engine.counters import EngineCounters
+from sparkgap.engine.outputs import RequestOutput
+from sparkgap.engine.request import OutputKind, Request
+from sparkgap.engine.thread import EngineThread
+from sparkgap.errors import ConfigError, EngineClosedError, EngineDeadError
+
+_LONG_PROMPT_CHARACTERS = 4096
+"""Longer texts are encoded in another thread, so that the event loop goes on."""
+
+_POLL_S = 0.01
+
+
+class AsyncLLM:
+    """A loaded model that generates text for coroutines; it computes in a thread of its own.
+
+    Requests run together. A request ends when its iterator is closed, or when the task that reads it is cancelled.
+
+    Args:
+        model: catalog name, directory, `.gguf` file or `hf:owner/name`.
+        progress: told of downloads.
+        **settings: the other fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or does not fit the model or the machine.
+        ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the model cannot be had.
+    """
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, progress: ProgressReporter | None = None, **settings: Any
+    ) -> None:
+        self._start(LLM(model, progress=progress, **settings))
+
+    @classmethod
+    def from_llm(cls, llm: LLM) -> "AsyncLLM":
+        """Take over a model that is loaded already; `llm` itself generates nothing any more."""
+        made = cls.__new__(cls)
+        made._start(llm)
+        return made
+
+    def _start(self, llm: LLM) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        self._making = threading.Lock()
+        self._numbers = itertools.count()
+        self._is_draining = False
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="sparkgap-encode")
+        self._readers = _Readers()
+        self._thread = EngineThread(llm.engine, deliver=self._readers.deliver, fail=self._readers.fail)
+        self._stop = weakref.finalize(self, _stop, self._thread, self._encoder)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self._llm.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with its chat template."""
+        return self._llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most positions of a sequence."""
+        return self._engine.model.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.model.vocab_size
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being read."""
+        return len(self._readers)
+
+    @property
+    def num_running_seqs(self) -> int:
+        """Sequences that have KV blocks."""
+        return self._engine.scheduler.num_running
+
+    @property
+    def num_waiting_seqs(self) -> int:
+        """Sequences that wait for KV blocks or a place."""
+        return self._engine.scheduler.num_waiting
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache's blocks that is in use, in [0, 1]."""
+        blocks = self._engine.scheduler.blocks
+        return 1 - blocks.num_free_blocks / blocks.num_blocks
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What was done since the model was loaded."""
+        return self._engine.counters
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why no request can be served any more, None while they can."""
+        return self._thread.error
+
+    def stalled_for_s(self) -> float:
+        """Seconds in which requests were there and no token was computed, of a prompt or an answer; 0 when idle."""
+        return self._thread.stalled_for_s()
+
+    def info(self) -> dict[str, Any]:
+        """What is loaded; as `LLM.info`."""
+        return self._llm.info()
+
+    def graph_counts(self) -> dict[str, Any]:
+        """Counters of captured passes; as `LLM.graph_counts`."""
+        return self._llm.graph_counts()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        output_kind: OutputKind = "delta",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt; an output for each step with what is new, or (`final`) one with everything.
+
+        Args:
+            prompt: text, token ids or a mapping with `prompt` or `prompt_token_ids`.
+            sampling_params: None has vLLM's defaults.
+            request_id: unique among the requests that run; None makes one.
+            output_kind: `delta` or `final`.
+
+        Raises:
+            PromptError: the prompt is empty, too long or not a prompt.
+            ConfigError: the parameters do not fit the model, or the id is in use.
+            EngineError: computing failed; EngineDeadError when it will go on failing.
+        """
+        request = await self.prepare(prompt, sampling_params, request_id=request_id, output_kind=output_kind)
+        outputs = self.run(request)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        output_kind: OutputKind = "delta",
+        **template_variables: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, rendered by the model's chat template; as `generate`.
+
+        Args:
+            messages: objects with `role` and `content`.
+            sampling_params, request_id, output_kind: as for `generate`.
+            **template_variables: passed to the template.
+        """
+        token_ids = await self.encode_chat(messages, **template_variables)
+        outputs = self.generate(token_ids, sampling_params, request_id=request_id, output_kind=output_kind)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises PromptError."""
+        if len(text) <= _LONG_PROMPT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoder, self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Seq[Message], **template_variables: Any) -> list[int]:
+        """Token ids of a chat's prompt. Raises PromptError."""
+        text = self.tokenizer.render_chat(messages, **template_variables)
+        return await self.encode(text, add_special_tokens=False)
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        output_kind: OutputKind = "delta",
+    ) -> Request:
+        """Check a prompt and its parameters, for `run`. Arguments and errors are those of `generate`."""
+        content = prompt_content(prompt)
+        text = content if isinstance(content, str) else None
+        token_ids = await self.encode(content) if isinstance(content, str) else content
+        with self._making:
+            request = self._engine.make_request(
+                token_ids,
+                SamplingParams() if sampling_params is None else sampling_params,
+                request_id=f"async-{next(self._numbers)}" if request_id is None else request_id,
+                output_kind=output_kind,
+            )
+        request.prompt = text
+        return request
+
+    async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of a prepared request; the last has `finished` and `metrics`. Errors are those of `generate`."""
+        if self._is_draining:
+            raise EngineClosedError("the engine is shutting down and takes no requests")
+        reader = self._readers.open(request.request_id)
+        finished = False
+        try:
+            self._thread.add(request)
+            while not finished:
+                output = await reader.get()
+                finished = output.finished
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            self._readers.close(request.request_id)
+            if not finished:
+                self._thread.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last output has the finish reason `abort`. Nothing if there is none of this id."""
+        self._thread.abort(request_id)
+
+    async def drain(self) -> None:
+        """Take no new requests (`EngineClosedError`) and wait until those that run have ended."""
+        self._is_draining = True
+        while len(self._readers):
+            await asyncio.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End all requests and the thread that computes them."""
+        self._is_draining = True
+        self._readers.fail(EngineClosedError("the engine was closed before the request ended"))
+        self._stop()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def _stop(thread: EngineThread, encoder: ThreadPoolExecutor) -> None:
+    thread.stop()
+    encoder.shutdown(wait=False)
+
+
+class _Reader:
+    """Outputs of one request on their way from the engine's thread to an event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    async def get(self) -> RequestOutput:
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Called in the event loop's thread."""
+        self._items.put_nowait(item)
+
+
+class _Readers:
+    """Who reads which request."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, _Reader] = {}
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def open(self, request_id: str) -> _Reader:
+        if request_id in self._readers:
+            raise ConfigError(f"request id {request_id} is in use; give each request its own")
+        reader = self._readers[request_id] = _Reader()
+        return reader
+
+    def close(self, request_id: str) -> None:
+        self._readers.pop(request_id, None)
+
+    def deliver(self, outputs: Seq[RequestOutput]) -> None:
+        """Called in the engine's thread: one wake-up of each event loop a step."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, RequestOutput | Exception]]] = {}
+        for output in outputs:
+            reader = self._readers.get(output.request_id)
+            if reader is not None:
+                batches.setdefault(reader.loop, []).append((reader, output))
+        for loop, batch in batches.items():
+            _put_in(loop, batch)
+
+    def fail(self, error: Exception) -> None:
+        """Called in any thread: every request that is being read raises `error`."""
+        for reader in list(self._readers.values()):
+            _put_in(reader.loop, [(reader, error)])
+
+
+def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[_Reader, RequestOutput | Exception]]) -> None:
+    def put() -> None:
+        for reader, item in batch:
+            reader.put(item)
+
+    # A loop that was closed, which it reports by RuntimeError, has no coroutines left that could read.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(put)
