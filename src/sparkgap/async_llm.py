@@ -86,9 +86,9 @@ class AsyncLLM:
         return self._engine.model.vocab_size
 
     @property
-    def num_requests(self) -> int:
-        """Requests that are being read."""
-        return len(self._readers)
+    def num_unfinished_seqs(self) -> int:
+        """Sequences of started requests that have not ended."""
+        return self._readers.num_sequences
 
     @property
     def num_running_seqs(self) -> int:
@@ -150,12 +150,12 @@ class AsyncLLM:
             EngineError: computing failed; EngineDeadError when it will go on failing.
         """
         request = await self.prepare(prompt, sampling_params, request_id=request_id, output_kind=output_kind)
-        outputs = self.run(request)
+        stream = self.start(request)
         try:
-            async for output in outputs:
+            async for output in stream:
                 yield output
         finally:
-            await outputs.aclose()
+            stream.close()
 
     async def chat(
         self,
@@ -201,7 +201,7 @@ class AsyncLLM:
         request_id: str | None = None,
         output_kind: OutputKind = "delta",
     ) -> Request:
-        """Check a prompt and its parameters, for `run`. Arguments and errors are those of `generate`."""
+        """Check a prompt and its parameters, for `start`. Arguments and errors are those of `generate`."""
         content = prompt_content(prompt)
         text = content if isinstance(content, str) else None
         token_ids = await self.encode(content) if isinstance(content, str) else content
@@ -215,24 +215,24 @@ class AsyncLLM:
         request.prompt = text
         return request
 
-    async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a prepared request; the last has `finished` and `metrics`. Errors are those of `generate`."""
+    def start(self, *requests: Request) -> "RequestStream":
+        """Let prepared requests run, all at once; their outputs, until the last of them has ended.
+
+        Raises:
+            ConfigError: a request's id is in use.
+            EngineDeadError, EngineClosedError: the engine takes no requests any more.
+        """
         if self._is_draining:
             raise EngineClosedError("the engine is shutting down and takes no requests")
-        reader = self._readers.open(request.request_id)
-        finished = False
+        stream = RequestStream(requests, self._readers, self._thread)
         try:
-            self._thread.add(request)
-            while not finished:
-                output = await reader.get()
-                finished = output.finished
-                if output.error is not None:
-                    raise output.error
-                yield output
-        finally:
-            self._readers.close(request.request_id)
-            if not finished:
-                self._thread.abort(request.request_id)
+            for request in requests:
+                self._readers.open(request, stream)
+                self._thread.add(request)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output has the finish reason `abort`. Nothing if there is none of this id."""
@@ -244,11 +244,17 @@ class AsyncLLM:
         while len(self._readers):
             await asyncio.sleep(_POLL_S)
 
-    def close(self) -> None:
-        """End all requests and the thread that computes them."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End all requests and the thread that computes them.
+
+        Returns:
+            Whether the thread has ended; False when it still computed a step after `timeout_s`.
+        """
         self._is_draining = True
         self._readers.fail(EngineClosedError("the engine was closed before the request ended"))
-        self._stop()
+        self._stop.detach()
+        self._encoder.shutdown(wait=False)
+        return self._thread.stop(timeout_s)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -264,62 +270,96 @@ def _stop(thread: EngineThread, encoder: ThreadPoolExecutor) -> None:
     encoder.shutdown(wait=False)
 
 
-class _Reader:
-    """Outputs of one request on their way from the engine's thread to an event loop."""
+class RequestStream:
+    """Outputs of running requests as they come, read with `async for` in the event loop that started them.
 
-    def __init__(self) -> None:
+    An output tells its request by `request_id`; the last of each request has `finished` and `metrics`. Reading raises
+    EngineError when computing a request failed, which ends the others of the stream as well.
+    """
+
+    def __init__(self, requests: Seq[Request], readers: "_Readers", thread: EngineThread) -> None:
         self.loop = asyncio.get_running_loop()
+        self._readers = readers
+        self._thread = thread
+        self._unread = {request.request_id for request in requests}
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
-    async def get(self) -> RequestOutput:
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._unread:
+            raise StopAsyncIteration
         item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
+        error = item if isinstance(item, Exception) else item.error
+        if error is not None:
+            self.close()
+            raise error
+        assert not isinstance(item, Exception)
+        if item.finished:
+            self._unread.discard(item.request_id)
         return item
 
+    def close(self) -> None:
+        """End the requests that still run."""
+        for request_id in self._unread:
+            if self._readers.close(request_id, self):
+                self._thread.abort(request_id)
+        self._unread.clear()
+
     def put(self, item: RequestOutput | Exception) -> None:
-        """Called in the event loop's thread."""
+        """Add an output, or what reading is to raise; called in the event loop's thread."""
+        if not isinstance(item, Exception) and item.finished:
+            self._readers.close(item.request_id, self)
         self._items.put_nowait(item)
 
 
 class _Readers:
-    """Who reads which request."""
+    """Who reads which request that the engine has not finished."""
 
     def __init__(self) -> None:
-        self._readers: dict[str, _Reader] = {}
+        self._streams: dict[str, tuple[RequestStream, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._streams)
 
-    def open(self, request_id: str) -> _Reader:
-        if request_id in self._readers:
-            raise ConfigError(f"request id {request_id} is in use; give each request its own")
-        reader = self._readers[request_id] = _Reader()
-        return reader
+    @property
+    def num_sequences(self) -> int:
+        return sum(number for _, number in list(self._streams.values()))
 
-    def close(self, request_id: str) -> None:
-        self._readers.pop(request_id, None)
+    def open(self, request: Request, stream: RequestStream) -> None:
+        if request.request_id in self._streams:
+            raise ConfigError(f"request id {request.request_id} is in use; give each request its own")
+        self._streams[request.request_id] = (stream, request.params.n)
+
+    def close(self, request_id: str, stream: RequestStream) -> bool:
+        """Forget a request of `stream`; whether it was there."""
+        found = self._streams.get(request_id)
+        if found is None or found[0] is not stream:
+            return False
+        del self._streams[request_id]
+        return True
 
     def deliver(self, outputs: Seq[RequestOutput]) -> None:
         """Called in the engine's thread: one wake-up of each event loop a step."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, RequestOutput | Exception]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
         for output in outputs:
-            reader = self._readers.get(output.request_id)
-            if reader is not None:
-                batches.setdefault(reader.loop, []).append((reader, output))
+            found = self._streams.get(output.request_id)
+            if found is not None:
+                batches.setdefault(found[0].loop, []).append((found[0], output))
         for loop, batch in batches.items():
             _put_in(loop, batch)
 
     def fail(self, error: Exception) -> None:
-        """Called in any thread: every request that is being read raises `error`."""
-        for reader in list(self._readers.values()):
-            _put_in(reader.loop, [(reader, error)])
+        """Called in any thread: whoever reads raises `error`."""
+        for stream in {stream for stream, _ in list(self._streams.values())}:
+            _put_in(stream.loop, [(stream, error)])
 
 
-def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[_Reader, RequestOutput | Exception]]) -> None:
+def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[RequestStream, RequestOutput | Exception]]) -> None:
     def put() -> None:
-        for reader, item in batch:
-            reader.put(item)
+        for stream, item in batch:
+            stream.put(item)
 
     # A loop that was closed, which it reports by RuntimeError, has no coroutines left that could read.
     with suppress(RuntimeError):
