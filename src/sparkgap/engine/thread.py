@@ -64,7 +64,7 @@ class EngineThread:
         self._send(command)
 
     def abort(self, request_id: str) -> None:
-        """End a request after the step that is being computed; its last output is delivered. Nothing if there is none."""
+        """End a request, if it is there, after the step that is being computed; its last output is delivered."""
 
         def command(engine: Engine) -> Seq[RequestOutput]:
             output = engine.abort(request_id)
@@ -107,7 +107,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._step()
-        except BaseException as error:  # noqa: BLE001 (a thread has nobody to raise to)
+        except BaseException as error:
             _logger.critical("the engine failed", exc_info=True)
             reason = " ".join(str(error).split())
             failure = EngineDeadError(f"the engine failed and must be restarted: {type(error).__name__}: {reason}")

@@ -50,8 +50,8 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""
-        self._reading = _cancel(self._reading)
-        self._writing = _cancel(self._writing)
+        _cancel(self._reading)
+        _cancel(self._writing)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -63,7 +63,7 @@ class GuardedProtocol(H11Protocol):
             # Nonsense came in the middle of a response, which can get no second one.
             self.transport.abort()
         if self.cycle is not before:
-            self._reading = _cancel(self._reading)
+            _cancel(self._reading)
 
     def on_response_complete(self) -> None:
         """A response has been sent."""
@@ -87,7 +87,7 @@ class GuardedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """The client has taken some of it."""
         super().resume_writing()
-        self._writing = _cancel(self._writing)
+        _cancel(self._writing)
 
     def _wait_for_head(self) -> None:
         _cancel(self._reading)

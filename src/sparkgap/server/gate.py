@@ -118,7 +118,9 @@ class Gate:
                         return bytes(body)
         except TimeoutError:
             raise ApiError(
-                408, f"the request body did not come within {timeout_s:g} s", code="body_timeout",
+                408,
+                f"the request body did not come within {timeout_s:g} s",
+                code="body_timeout",
                 headers={"Connection": "close"},
             ) from None
 
@@ -202,9 +204,7 @@ def _check_content_type(method: str, headers: dict[str, str]) -> None:
     given = headers.get("content-type", "")
     media_type = given.split(";", 1)[0].strip().lower()
     if method == "POST" and media_type != "application/json" and not media_type.endswith("+json"):
-        raise ApiError(
-            415, f"the content type must be application/json, got {given!r}", code="unsupported_media_type"
-        )
+        raise ApiError(415, f"the content type must be application/json, got {given!r}", code="unsupported_media_type")
 
 
 def _request_id(given: str | None) -> str:

@@ -41,7 +41,29 @@ class Body(BaseModel):
         if neutral is None or any(type(value) is type(other) and value == other for other in neutral):
             return value
         allowed = ", ".join(json.dumps(other) for other in neutral)
-        raise PydanticCustomError("unsupported_parameter", "not supported; leave it out, or use {allowed}", {"allowed": allowed})
+        raise PydanticCustomError(
+            "unsupported_parameter", "not supported; leave it out, or use {allowed}", {"allowed": allowed}
+        )
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "speculation",
+)
 
 
 class StreamOptions(Body):
@@ -60,7 +82,9 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: (
-        _StopString | Annotated[list[_StopString], Field(fail_fast=True, min_length=1, max_length=MAX_STOP_STRINGS)] | None
+        _StopString
+        | Annotated[list[_StopString], Field(fail_fast=True, min_length=1, max_length=MAX_STOP_STRINGS)]
+        | None
     ) = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -93,11 +117,7 @@ class GenerationBody(Body):
 
     def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Sampling parameters; a field that is null has vLLM's default. Raises ConfigError."""
-        names = (
-            "temperature top_p n seed stop presence_penalty frequency_penalty top_k min_p repetition_penalty min_tokens "
-            "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens speculation"
-        ).split()
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)

@@ -227,7 +227,7 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str] 
     """The prompts of a request in any of OpenAI's four forms."""
     if isinstance(given, str):
         return [given]
-    return [given] if isinstance(given[0], int) else given  # type: ignore[list-item,return-value]
+    return [given] if isinstance(given[0], int) else given  # type: ignore[list-item]
 
 
 async def _encode(state: ServerState, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:

@@ -82,7 +82,9 @@ class ServerSettings:
                 value is None or (is_finite(value) and value > 0),
                 f"{_flag(name.removesuffix('_s'))} must be a number of seconds above 0, got {value!r}",
             )
-        _check(all(self.cors_origins), "cors-origin must not be empty; give an origin such as https://example.org, or *")
+        _check(
+            all(self.cors_origins), "cors-origin must not be empty; give an origin such as https://example.org, or *"
+        )
         _check(self.log_format in LOG_FORMATS, f"log-format must be one of {', '.join(LOG_FORMATS)}")
         _check(self.log_level in LOG_LEVELS, f"log-level must be one of {', '.join(LOG_LEVELS)}")
 
