@@ -7,7 +7,6 @@ import weakref
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -228,11 +227,18 @@ class AsyncLLM:
         try:
             for request in requests:
                 self._readers.open(request, stream)
-                self._thread.add(request)
+                self._add(request)
         except BaseException:
             stream.close()
             raise
         return stream
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._thread.add(request)
+        except BaseException:
+            self._readers.forget(request.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output has the finish reason `abort`. Nothing if there is none of this id."""
@@ -301,24 +307,28 @@ class RequestStream:
         return item
 
     def close(self) -> None:
-        """End the requests that still run."""
+        """End the requests that still run; nothing more can be read."""
         for request_id in self._unread:
-            if self._readers.close(request_id, self):
+            if self._readers.leave(request_id, self):
                 self._thread.abort(request_id)
         self._unread.clear()
 
     def put(self, item: RequestOutput | Exception) -> None:
         """Add an output, or what reading is to raise; called in the event loop's thread."""
         if not isinstance(item, Exception) and item.finished:
-            self._readers.close(item.request_id, self)
+            self._readers.forget(item.request_id)
         self._items.put_nowait(item)
 
 
 class _Readers:
-    """Who reads which request that the engine has not finished."""
+    """Requests that the engine has not finished, and who reads them.
+
+    The engine gives one last output of each request that was added, also of one that nobody reads any more. Until then
+    a request counts, and its id is in use.
+    """
 
     def __init__(self) -> None:
-        self._streams: dict[str, tuple[RequestStream, int]] = {}
+        self._streams: dict[str, tuple[RequestStream | None, int]] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -332,35 +342,50 @@ class _Readers:
             raise ConfigError(f"request id {request.request_id} is in use; give each request its own")
         self._streams[request.request_id] = (stream, request.params.n)
 
-    def close(self, request_id: str, stream: RequestStream) -> bool:
-        """Forget a request of `stream`; whether it was there."""
-        found = self._streams.get(request_id)
-        if found is None or found[0] is not stream:
+    def leave(self, request_id: str, stream: RequestStream) -> bool:
+        """`stream` reads a request no more; whether it runs and so must be ended."""
+        reader, number = self._streams.get(request_id, (None, 0))
+        if reader is not stream:
             return False
-        del self._streams[request_id]
+        self._streams[request_id] = (None, number)
         return True
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._streams.pop(request_id, None)
 
     def deliver(self, outputs: Seq[RequestOutput]) -> None:
         """Called in the engine's thread: one wake-up of each event loop a step."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
         for output in outputs:
-            found = self._streams.get(output.request_id)
-            if found is not None:
-                batches.setdefault(found[0].loop, []).append((found[0], output))
+            stream, _ = self._streams.get(output.request_id, (None, 0))
+            if stream is not None:
+                batches.setdefault(stream.loop, []).append((stream, output))
+            elif output.finished:
+                self.forget(output.request_id)
         for loop, batch in batches.items():
-            _put_in(loop, batch)
+            if not _put_in(loop, batch):
+                for _, item in batch:
+                    if not isinstance(item, Exception) and item.finished:
+                        self.forget(item.request_id)
 
     def fail(self, error: Exception) -> None:
-        """Called in any thread: whoever reads raises `error`."""
-        for stream in {stream for stream, _ in list(self._streams.values())}:
+        """Called in any thread: every request has ended, and whoever reads one raises `error`."""
+        streams = {stream for stream, _ in list(self._streams.values()) if stream is not None}
+        self._streams.clear()
+        for stream in streams:
             _put_in(stream.loop, [(stream, error)])
 
 
-def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[RequestStream, RequestOutput | Exception]]) -> None:
+def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[RequestStream, RequestOutput | Exception]]) -> bool:
+    """Put outputs in their streams; False when the loop is closed, so that nobody is left to read them."""
+
     def put() -> None:
         for stream, item in batch:
             stream.put(item)
 
-    # A loop that was closed, which it reports by RuntimeError, has no coroutines left that could read.
-    with suppress(RuntimeError):
+    try:
         loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        return False
+    return True

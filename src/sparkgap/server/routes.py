@@ -223,11 +223,11 @@ async def _encode_chat(
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str] | list[list[int]]:
+def _prompts(given: Any) -> list[str | list[int]]:
     """The prompts of a request in any of OpenAI's four forms."""
-    if isinstance(given, str):
-        return [given]
-    return [given] if isinstance(given[0], int) else given  # type: ignore[list-item]
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    prompts: list[str | list[int]] = [given] if is_one else given
+    return prompts
 
 
 async def _encode(state: ServerState, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:

@@ -68,7 +68,7 @@ def serve(settings: ServerSettings, load: Callable[[], LLM]) -> None:
     try:
         configure_logging(settings)
         _raise_file_limit()
-        status = asyncio.run(_Process(settings, listener, load).run())
+        status = asyncio.run(ServerProcess(settings, listener, load).run())
     finally:
         listener.close()
     if status is not None:
@@ -77,19 +77,36 @@ def serve(settings: ServerSettings, load: Callable[[], LLM]) -> None:
         os._exit(status)
 
 
-class _Process:
-    """A server from its first to its last moment."""
+class ServerProcess:
+    """A server from its first to its last moment; it closes `listener`.
+
+    Args:
+        settings: how it serves.
+        listener: see `bind`.
+        load: loads the model.
+
+    Attributes:
+        state: made when it runs.
+    """
 
     def __init__(self, settings: ServerSettings, listener: socket.socket, load: Callable[[], LLM]) -> None:
+        self.state: ServerState | None = None
         self._settings = settings
         self._listener = listener
         self._load = load
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_asked: asyncio.Event | None = None
+
+    def stop(self) -> None:
+        """Do what the first signal does; may be called from any thread while it runs."""
+        if self._loop is not None and self._stop_asked is not None:
+            self._loop.call_soon_threadsafe(self._stop_asked.set)
 
     async def run(self) -> int | None:
         """Load, serve, drain; the exit status where a thread is left that cannot be stopped."""
-        loop = asyncio.get_running_loop()
-        state = ServerState(self._settings)
-        stop_asked = asyncio.Event()
+        loop = self._loop = asyncio.get_running_loop()
+        state = self.state = ServerState(self._settings)
+        stop_asked = self._stop_asked = asyncio.Event()
         server = _Server(_uvicorn_config(state))
         with _stop_signals(loop, stop_asked):
             serving = loop.create_task(server.serve([self._listener]))
@@ -163,7 +180,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `_Process`."""
+        """Leave signals to `ServerProcess`."""
         yield
 
 
