@@ -86,11 +86,12 @@ class ServerProcess:
         load: loads the model.
 
     Attributes:
-        state: made when it runs.
+        state, server: made when it runs; `server` is uvicorn's.
     """
 
     def __init__(self, settings: ServerSettings, listener: socket.socket, load: Callable[[], LLM]) -> None:
         self.state: ServerState | None = None
+        self.server: uvicorn.Server | None = None
         self._settings = settings
         self._listener = listener
         self._load = load
@@ -107,7 +108,7 @@ class ServerProcess:
         loop = self._loop = asyncio.get_running_loop()
         state = self.state = ServerState(self._settings)
         stop_asked = self._stop_asked = asyncio.Event()
-        server = _Server(_uvicorn_config(state))
+        server = self.server = _Server(_uvicorn_config(state))
         with _stop_signals(loop, stop_asked):
             serving = loop.create_task(server.serve([self._listener]))
             stopping = loop.create_task(stop_asked.wait())
