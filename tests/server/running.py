@@ -17,7 +17,8 @@ from pathlib import Path
 import httpx
 
 from sparkgap.api import LLM
-from sparkgap.server.run import ServerProcess, bind
+from sparkgap.server.listener import bind
+from sparkgap.server.run import ServerProcess
 from sparkgap.server.settings import ServerSettings
 
 ENGINE = {"dtype": "float32", "threads": 1, "device": "cpu", "max_num_seqs": 4}
@@ -43,6 +44,8 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = ServerProcess(self.settings, listener, load)
         self.error = None
+        # Making a client reads certificates, and a connection that is kept counts as one.
+        self.client = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         wait_until(lambda: self.process.state is not None)
@@ -69,10 +72,10 @@ class Running:
         return self.llm.num_unfinished_seqs == 0 and self.blocks.num_free_blocks == self.blocks.num_blocks
 
     def post(self, path, body, **options):
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+        return self.client.post(self.url + path, json=body, **options)
 
     def get(self, path, **options):
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self.client.get(self.url + path, **options)
 
     def connect(self):
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -89,6 +92,7 @@ class Running:
     def stop(self):
         self.process.stop()
         self._thread.join(30)
+        self.client.close()
         assert not self._thread.is_alive()
 
 

@@ -109,7 +109,7 @@ def test_unknown_fields_are_refused_as_openai_does():
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"stream": 1}, "stream"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -117,7 +117,7 @@ def test_unknown_fields_are_refused_as_openai_does():
     ],
 )
 def test_values_out_of_range(change, param):
-    assert param in (refused(ChatBody, CHAT | change).param, refused(ChatBody, CHAT | change).param.split("[")[0])
+    assert refused(ChatBody, CHAT | change).param == param
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", 1], [[1], "a"], [-1], [True], {"a": 1}, [1.5]])

@@ -12,6 +12,7 @@ from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.cli.options import EngineOptions
 from sparkgap.cli.serve_options import ServeOptions, configuration_text, read_config
 from sparkgap.errors import ConfigError
+from sparkgap.server.listener import bind
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -47,7 +48,8 @@ def serve(
         raise ConfigError(
             f"sparkgap serve needs {', '.join(missing)}; install the extra: pip install 'sparkgap[server]'"
         )
+    listener = bind(settings)
     with ending_at_once():
         from sparkgap.server import run
 
-    run.serve(settings, lambda: loading.load_llm(engine_config))
+    run.serve(settings, listener, lambda: loading.load_llm(engine_config))

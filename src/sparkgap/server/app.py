@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from sparkgap import __version__
 from sparkgap.errors import EngineError, SparkgapError
-from sparkgap.server.errors import ApiError, from_sparkgap, from_validation
+from sparkgap.server.errors import ApiError, from_sparkgap, from_validation, internal_error
 from sparkgap.server.gate import Gate, allowed_origins
 from sparkgap.server.logs import write_failure
 from sparkgap.server.metrics import ServerMetrics
@@ -34,6 +34,7 @@ def create_app(state: ServerState) -> ASGIApp:
     app.exception_handler(SparkgapError)(_on_sparkgap_error)
     app.exception_handler(RequestValidationError)(_on_invalid_body)
     app.exception_handler(HTTPException)(_on_http_error)
+    app.exception_handler(Exception)(_on_unforeseen_error)
     gate = Gate(app, state, metrics)
     if not state.settings.cors_origins:
         return gate
@@ -75,6 +76,12 @@ async def _on_http_error(request: Request, error: Any) -> Response:
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, text, code=code, headers=error.headers).response()
+
+
+async def _on_unforeseen_error(request: Request, error: Any) -> Response:
+    """The framework raises `error` again after this response, so that the gate writes it to the log."""
+    _note(request, "internal_error")
+    return internal_error().response()
 
 
 def _note(request: Request, code: str | None) -> None:

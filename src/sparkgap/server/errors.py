@@ -113,6 +113,11 @@ def _path(place: Sequence[str | int]) -> str | None:
     return path or None
 
 
+def internal_error() -> ApiError:
+    """Something happened that should not; what it was is for the log."""
+    return ApiError(500, "internal error; the server's log has more", type="server_error", code="internal_error")
+
+
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
     """The server cannot serve now (503)."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}

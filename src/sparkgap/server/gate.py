@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparkgap.server.errors import ApiError, unavailable
+from sparkgap.server.errors import ApiError, internal_error, unavailable
 from sparkgap.server.logs import RequestLog, write_failure
 from sparkgap.server.metrics import ServerMetrics
 from sparkgap.server.state import Phase, ServerState
@@ -74,8 +74,7 @@ class Gate:
             await exchange.fail(error, scope)
         except Exception as error:  # noqa: BLE001 (no request may take the server down)
             write_failure("a request failed unexpectedly", error, request_id=exchange.request_id)
-            internal = ApiError(500, "internal error; the log has more", type="server_error", code="internal_error")
-            await exchange.fail(internal, scope)
+            await exchange.fail(internal_error(), scope)
 
     def _check_key(self, authorization: str) -> None:
         if self._key_digest is None:
@@ -155,6 +154,8 @@ class _Exchange:
 
     async def fail(self, error: ApiError, scope: Scope) -> None:
         """Answer with an error; a response that has begun is broken off."""
+        if self.is_complete:
+            return
         if self.is_started or error.status == CLIENT_CLOSED_REQUEST:
             abort = scope.get("sparkgap.abort")
             if abort is not None:

@@ -16,55 +16,28 @@ import uvicorn
 
 from sparkgap.api import LLM
 from sparkgap.async_llm import AsyncLLM
-from sparkgap.errors import ConfigError
 from sparkgap.server.app import create_app
 from sparkgap.server.connection import GuardedProtocol
+from sparkgap.server.listener import BACKLOG
 from sparkgap.server.logs import configure_logging, write_event
 from sparkgap.server.settings import ServerSettings
 from sparkgap.server.state import ServerState
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_BACKLOG = 512
 _CLOSING_S = 5.0
 
 
-def bind(settings: ServerSettings) -> socket.socket:
-    """A socket that the server will listen on.
-
-    Raises:
-        ConfigError: the address is in use, or is none of this machine's.
-    """
-    where = f"{settings.host}:{settings.port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {where}: {error}; check --host") from error
-    try:
-        # A port whose last connections are still being closed can be taken again, one that is listened on cannot.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port or --host") from error
-    return listener
-
-
-def serve(settings: ServerSettings, load: Callable[[], LLM]) -> None:
+def serve(settings: ServerSettings, listener: socket.socket, load: Callable[[], LLM]) -> None:
     """Serve until a signal says to stop; requests that run then are finished. A second signal ends the process.
 
     Args:
         settings: how.
+        listener: see `bind`; it is closed at the end.
         load: loads the model, in a thread of its own, while `/health` says so.
 
     Raises:
-        ConfigError: the address cannot be listened on.
         SparkgapError: the model cannot be loaded.
     """
-    listener = bind(settings)
     try:
         configure_logging(settings)
         _raise_file_limit()
@@ -101,7 +74,8 @@ class ServerProcess:
     def stop(self) -> None:
         """Do what the first signal does; may be called from any thread while it runs."""
         if self._loop is not None and self._stop_asked is not None:
-            self._loop.call_soon_threadsafe(self._stop_asked.set)
+            with suppress(RuntimeError):  # the loop is closed: it has stopped
+                self._loop.call_soon_threadsafe(self._stop_asked.set)
 
     async def run(self) -> int | None:
         """Load, serve, drain; the exit status where a thread is left that cannot be stopped."""
@@ -196,7 +170,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=max(int(state.settings.read_timeout_s), 1),
     )
     return config
