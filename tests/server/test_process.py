@@ -21,7 +21,7 @@ def load(url, results):
     try:
         with httpx.stream("POST", url + "/v1/completions", json=LOAD, timeout=60) as answer:
             for line in answer.iter_lines():
-                is_done = line == "data: [DONE]"
+                is_done = is_done or line == "data: [DONE]"
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them: a status, and a body with `message`, `type`, `param` and `code`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from starlette.responses import Response
 
 from sparkgap.errors import EngineClosedError, EngineError, SparkgapError
 
+_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 _TELLING = ("json_invalid", "literal_error", "extra_forbidden", "unsupported_parameter")
 
 
@@ -51,8 +53,13 @@ class ApiError(Exception):
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON as UTF-8. Lone surrogates, which names in a client's request can have, stay the escapes they came as."""
+    """JSON as UTF-8. Lone surrogates, which names in a client's request can have, stay the escapes they came as.
+
+    Characters that some clients split a stream's lines at are escaped, too.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if not text.isascii():
+        text = _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.encode("utf-8", "backslashreplace")
 
 
