@@ -83,12 +83,21 @@ def test_many_requests_from_the_document(fuzzed, document, mode):
     fuzz(fuzzed, document, mode, 300)
 
 
-def raw_requests(examples):
+def fuzz_raw(server, examples):
+    """Give the server `examples` requests that are hardly HTTP."""
     methods = st.sampled_from([b"GET", b"POST", b"HEAD", b"PUT", b"\xff"])
     paths = st.sampled_from([b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/health", b"/%ff", b"*"])
     headers = st.lists(st.tuples(st.binary(max_size=12), st.binary(max_size=30)), max_size=3)
-    decorate = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-    return lambda function: decorate(given(methods, paths, headers, st.binary(max_size=300), st.booleans())(function))
+    before = exact(server)
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(methods, paths, headers, st.binary(max_size=300), st.booleans())
+    def run(method, path, lines, body, has_length):
+        send_raw(server, method, path, lines, body, has_length)
+
+    run()
+    assert exact(server) == before
+    wait_until(server.is_idle)
 
 
 def send_raw(server, method, path, headers, body, has_length):
@@ -109,18 +118,12 @@ def send_raw(server, method, path, headers, body, has_length):
 
 
 def test_raw_bytes(fuzzed):
-    before = exact(fuzzed)
-    raw_requests(60)(lambda *arguments: send_raw(fuzzed, *arguments))()
-    assert exact(fuzzed) == before
-    wait_until(fuzzed.is_idle)
+    fuzz_raw(fuzzed, 60)
 
 
 @pytest.mark.slow
 def test_many_raw_bytes(fuzzed):
-    before = exact(fuzzed)
-    raw_requests(3000)(lambda *arguments: send_raw(fuzzed, *arguments))()
-    assert exact(fuzzed) == before
-    wait_until(fuzzed.is_idle)
+    fuzz_raw(fuzzed, 3000)
 
 
 def test_every_endpoint_is_in_the_document(fuzzed):
