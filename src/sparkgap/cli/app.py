@@ -9,6 +9,7 @@ import typer
 
 from sparkgap import __version__
 from sparkgap.cli.bench import bench_app
+from sparkgap.cli.cache import cache
 from sparkgap.cli.chat import chat
 from sparkgap.cli.check import check
 from sparkgap.cli.console import print_error, write_text
@@ -49,7 +50,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check, train)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.add_typer(bench_app, name="bench")
