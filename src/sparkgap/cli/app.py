@@ -17,6 +17,7 @@ from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
+from sparkgap.cli.quantize import quantize
 from sparkgap.cli.train import train
 from sparkgap.errors import OutputError, SparkgapError
 
@@ -50,7 +51,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, train)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, quantize, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.add_typer(bench_app, name="bench")
