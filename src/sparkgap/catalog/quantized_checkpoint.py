@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.quantization import CheckpointQuantization
-from sparkgap.errors import OutputError
+from sparkgap.errors import ConfigError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,12 +25,12 @@ _TOKENIZER_FILES = (
 
 
 def check_output_directory(directory: Path) -> None:
-    """Raises OutputError unless a model can be written there: it must be new or empty."""
+    """Raises ConfigError unless a model can be written there: it must be new or empty."""
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise OutputError(f"{directory} is there already and not an empty directory; choose another --out")
+            raise ConfigError(f"{directory} is there already and not an empty directory; choose another --out")
     except OSError as error:
-        raise OutputError(f"cannot look at {directory}: {error.strerror}; choose another --out") from error
+        raise ConfigError(f"cannot look at {directory}: {error.strerror}; choose another --out") from error
 
 
 def write_quantized(
@@ -48,7 +48,7 @@ def write_quantized(
         Bytes of the weights.
 
     Raises:
-        OutputError: it cannot be written.
+        ConfigError: it cannot be written.
     """
     check_output_directory(directory)
     try:
@@ -67,7 +67,7 @@ def write_quantized(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise OutputError(f"cannot write {directory}: {error.strerror or error}; choose another --out") from error
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}; choose another --out") from error
     return size_bytes
 
 

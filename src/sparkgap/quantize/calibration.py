@@ -36,7 +36,7 @@ class InputStatistics:
         """Count the inputs `[rows, in_features]` of one pass."""
         magnitudes = x.detach().to(torch.float32).abs()
         torch.maximum(self.channels, magnitudes.amax(0), out=self.channels)
-        bins = ((magnitudes.log2() - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).clamp_(0, _NUM_BINS - 1)
+        bins = ((magnitudes.log2() - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).nan_to_num_().clamp_(0, _NUM_BINS - 1)
         self.counts += torch.bincount(bins.to(torch.int64).view(-1), minlength=_NUM_BINS).to(torch.float64)
 
     def scale(self, clip: bool) -> float:

@@ -73,9 +73,8 @@ def quantize(
         advance: told how many of `calibration_passes` windows are done.
 
     Raises:
-        ConfigError: the model is quantized already, or there is nothing to calibrate on.
+        ConfigError: the model is quantized already, there is nothing to calibrate on, or `out` cannot be written.
         CheckpointError: the model is damaged, or computes infinities or NaN.
-        OutputError: `out` cannot be written.
     """
     check_output_directory(out)
     model = ModelConfig.from_hf(checkpoint.config)

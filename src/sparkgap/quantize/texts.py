@@ -16,6 +16,7 @@ DEFAULT = "default"
 
 _ANSWER_TOKENS = 192
 _TEMPERATURE = 0.8
+_ANSWERS_AT_ONCE = 8
 
 
 def own_answers(llm: LLM, num_tokens: int, seed: int) -> list[list[int]]:
@@ -36,16 +37,17 @@ def own_answers(llm: LLM, num_tokens: int, seed: int) -> list[list[int]]:
     encoded = [token_ids[: longest // 2] for token_ids in encoded if token_ids]
     windows: list[list[int]] = []
     while sum(map(len, windows)) < num_tokens:
+        group = [encoded[(len(windows) + number) % len(encoded)] for number in range(_ANSWERS_AT_ONCE)]
         params = [
             SamplingParams(
                 temperature=_TEMPERATURE,
                 max_tokens=min(_ANSWER_TOKENS, longest - len(token_ids)),
                 seed=seed + len(windows) + number,
             )
-            for number, token_ids in enumerate(encoded)
+            for number, token_ids in enumerate(group)
         ]
-        outputs = llm.generate(encoded, params, use_progress=False)
-        windows += [[*given, *output.outputs[0].token_ids] for given, output in zip(encoded, outputs, strict=True)]
+        outputs = llm.generate(group, params)
+        windows += [[*given, *output.outputs[0].token_ids] for given, output in zip(group, outputs, strict=True)]
     return _cut(windows, num_tokens)
 
 
