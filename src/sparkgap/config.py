@@ -13,7 +13,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Values of `EngineConfig.dtype`; `auto` is bfloat16."""
 
-QUANTIZATIONS = ("auto", "w8a8", "none")
+QUANTIZATIONS = ("auto", "w8a8", "w8a8-static", "none")
 """Values of `EngineConfig.quantization`."""
 
 MAX_LOGPROBS = 20
@@ -283,8 +283,9 @@ class EngineConfig:
         dtype: one of `DTYPES`, of weights and KV cache, and of activations on accelerators (on the CPU they are
             float32).
         quantization: one of `QUANTIZATIONS`. `w8a8` runs matrix products on int8 weights, with a scale for each
-            output channel, and int8 activations, with a scale for each token; `auto` is `w8a8` on the CPU when
-            dtype is `auto` too, else `none`.
+            output channel, and int8 activations, with a scale for each token; `w8a8-static` takes the activations'
+            scales from a model directory that `sparkgap quantize` calibrated. `auto` is what the model directory was
+            quantized for; for others `w8a8` on the CPU when dtype is `auto` too, else `none`.
         device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.

@@ -1,8 +1,9 @@
 """The verbs models are written in. One interface; a device brings its implementation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +98,33 @@ class LinearWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix product's weight as a quantized checkpoint holds it (W8A8, symmetric).
+
+    Attributes:
+        values: int8 `[out_features, in_features]`, in -127 ... 127: kernels multiply magnitudes.
+        scales: float32 `[out_features]`, of each output channel.
+        input_scale: the one scale of its int8 inputs (static); None gives each row its own (dynamic).
+    """
+
+    values: Tensor
+    scales: Tensor
+    input_scale: float | None = None
+
+
+class PackedForm(NamedTuple):
+    """A prepared weight's content.
+
+    Attributes:
+        facts: values of JSON's types.
+        tensors: contiguous CPU tensors over the weight's own memory, the same on every instruction set.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
 
@@ -114,10 +142,27 @@ class Kernels(ABC):
         """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest.
 
         Args:
-            weight: of any float dtype.
+            weight: floating-point values.
             bias: `[out_features]`.
-            quantize: False keeps the weight's own precision where these kernels quantize others.
+            quantize: False keeps the weight's dtype where these kernels quantize.
         """
+
+    @abstractmethod
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """The same for a weight that is quantized already, whatever these kernels do with others."""
+
+    def packed_form(self, weight: LinearWeight) -> PackedForm | None:
+        """What must be kept of a prepared weight to have it again without preparing it; None: nothing is worth it."""
+        del weight
+        return None
+
+    def blank_packed(self, facts: Mapping[str, Any]) -> tuple[LinearWeight, dict[str, Tensor]]:
+        """A weight of these facts, and its tensors for the caller to fill.
+
+        Raises:
+            ValueError: no weight of these kernels has such facts.
+        """
+        raise ValueError(f"these kernels keep no weight, so none of {dict(facts)}")
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
