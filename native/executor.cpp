@@ -1,5 +1,6 @@
 #include "executor.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "pool.h"
@@ -72,6 +73,33 @@ void Graph::replay() {
     fault = Pool::shared().run(calls_, threads_);
   }
   raise_fault(fault);
+}
+
+std::vector<std::string> Graph::kinds() const {
+  std::vector<std::string> names;
+  for (const Call& call : calls_) {
+    // "... [with Args = sparkgap::RmsNorm]" or "... [Args = sparkgap::RmsNorm]".
+    const std::string text = call.signature;
+    const size_t begin = text.rfind(':') + 1;
+    names.push_back(text.substr(begin, text.find(']', begin) - begin));
+  }
+  return names;
+}
+
+std::vector<int64_t> Graph::profile(int repeats) {
+  if (repeats < 1) throw std::invalid_argument("repeats must be at least 1, got " + std::to_string(repeats));
+  std::vector<int64_t> shortest;
+  uint32_t fault = 0;
+  {
+    const nb::gil_scoped_release released;
+    for (int i = 0; i < repeats && !fault; i++) {
+      const std::vector<int64_t> times = Pool::shared().measure(calls_, threads_, &fault);
+      if (shortest.empty()) shortest = times;
+      for (size_t at = 0; at < times.size(); at++) shortest[at] = std::min(shortest[at], times[at]);
+    }
+  }
+  raise_fault(fault);
+  return shortest;
 }
 
 Executor::Executor(int threads, const std::string& variant) : kernels_(kernels_of(variant)), threads_(threads) {

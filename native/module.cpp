@@ -51,6 +51,9 @@ NB_MODULE(_native, m) {
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
       .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
+      .def("kinds", &Graph::kinds, "Kind of each recorded call.")
+      .def("profile", &Graph::profile, "repeats"_a,
+           "Shortest nanoseconds of each thread's share of each call, run on this thread alone: [calls * threads].")
       .def_prop_ro("bytes", &Graph::bytes)
       .def("__len__", &Graph::size);
 
