@@ -122,12 +122,31 @@ SPARKGAP_INLINE Floats operator+(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i
 SPARKGAP_INLINE Floats operator-(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] - b.part[i])
 SPARKGAP_INLINE Floats operator*(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] * b.part[i])
 SPARKGAP_INLINE Floats operator/(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] / b.part[i])
+// The larger and the smaller of each lane; `b` where the two are not ordered.
+SPARKGAP_INLINE FloatPart larger_part(FloatPart a, FloatPart b) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+SPARKGAP_INLINE FloatPart smaller_part(FloatPart a, FloatPart b) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // A NaN in `a` gives NaN.
-SPARKGAP_INLINE Floats at_least(Floats a, float low)
-    SPARKGAP_EACH_PART(a.part[i] < splat_part(low) ? splat_part(low) : a.part[i])
-SPARKGAP_INLINE Floats at_most(Floats a, float high)
-    SPARKGAP_EACH_PART(a.part[i] > splat_part(high) ? splat_part(high) : a.part[i])
-SPARKGAP_INLINE Floats larger(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] < b.part[i] ? b.part[i] : a.part[i])
+SPARKGAP_INLINE Floats at_least(Floats a, float low) SPARKGAP_EACH_PART(larger_part(splat_part(low), a.part[i]))
+SPARKGAP_INLINE Floats at_most(Floats a, float high) SPARKGAP_EACH_PART(smaller_part(splat_part(high), a.part[i]))
+// `a` where the two are not ordered.
+SPARKGAP_INLINE Floats larger(Floats a, Floats b) SPARKGAP_EACH_PART(larger_part(b.part[i], a.part[i]))
 
 SPARKGAP_INLINE Floats load(const float* p) {
   Floats r;
@@ -189,11 +208,35 @@ SPARKGAP_INLINE float to_float(BFloat16 x) {
   return r;
 }
 
-// Sum of the lanes, always in this order: halves, quarters, pairs.
+// Folds the lanes in this order, whatever the registers are: halves, quarters, pairs.
+#if defined(__AVX2__)
+template <class Fold>
+SPARKGAP_INLINE float fold(Floats x, Fold four) {
+#if defined(__AVX512F__)
+  const __m512 all = (__m512)x.part[0];
+  const __m256 low = _mm512_castps512_ps256(all);
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
+#else
+  const __m256 low = (__m256)x.part[0], high = (__m256)x.part[1];
+#endif
+  const __m128 first = four(_mm256_castps256_ps128(low), _mm256_castps256_ps128(high));
+  const __m128 second = four(_mm256_extractf128_ps(low, 1), _mm256_extractf128_ps(high, 1));
+  const __m128 quarter = four(first, second);
+  const __m128 pair = four(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(four(pair, _mm_movehdup_ps(pair)));
+}
+
+SPARKGAP_INLINE float sum(Floats x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+
+SPARKGAP_INLINE float largest(Floats x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_max_ps(b, a); });
+}
+#else
 SPARKGAP_INLINE float sum(Floats x) {
   float a[kLanes];
   store(a, x);
-#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] += a[i + half];
   return a[0];
@@ -202,11 +245,11 @@ SPARKGAP_INLINE float sum(Floats x) {
 SPARKGAP_INLINE float largest(Floats x) {
   float a[kLanes];
   store(a, x);
-#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] = larger(a[i], a[i + half]);
   return a[0];
 }
+#endif
 
 // Nearest integers (ties to even) of values in -2^22 ... 2^22.
 SPARKGAP_INLINE Floats round_to_even(Floats x) {
