@@ -147,49 +147,6 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   raise_fault(fault);
 }
 
-std::shared_ptr<PackedWeight> Executor::pack_linear(const Tensor& weight, const std::optional<Tensor>& bias,
-                                                    const std::string& form) {
-  const Matrix rows = as_matrix(weight, "weight");
-  auto packed = std::make_shared<PackedWeight>();
-  packed->out_features = weight.size(0), packed->in_features = weight.size(1);
-  require(packed->out_features > 0 && packed->in_features > 0, "weight", "non-empty", weight);
-  const size_t blocks = size_t(packed->out_features + kBlockChannels - 1) / kBlockChannels;
-  const size_t channels = blocks * kBlockChannels;
-  Call call;
-  if (form == "int8") {
-    // The largest possible sum, of bytes up to 255 times -127 ... 127, must fit in 32 bits.
-    require(packed->in_features <= 65536, "weight", "of at most 65536 input features for int8", weight);
-    packed->form = PackedWeight::Form::kInt8;
-    packed->packed = weight_memory_.allocate(channels * ((size_t(packed->in_features) + 3) / 4 * 4));
-    packed->scales = weight_memory_.allocate(channels * sizeof(float));
-    packed->offsets = weight_memory_.allocate(channels * sizeof(int32_t));
-    call = make_call(kernels_.pack_int8,
-                     PackInt8{rows, packed->out_features, packed->in_features, reinterpret_cast<int8_t*>(packed->packed.get()),
-                              reinterpret_cast<float*>(packed->scales.get()), reinterpret_cast<int32_t*>(packed->offsets.get())});
-  } else if (form == "bfloat16" || form == "float32") {
-    const bool wide = form == "float32";
-    packed->form = wide ? PackedWeight::Form::kFloat32 : PackedWeight::Form::kBFloat16;
-    packed->packed = weight_memory_.allocate(channels * size_t(packed->in_features) * (wide ? 4 : 2));
-    call = make_call(kernels_.pack_float, PackFloat{rows, packed->out_features, packed->in_features, packed->packed.get(),
-                                                    wide ? DType::kFloat32 : DType::kBFloat16});
-  } else {
-    throw std::invalid_argument("form must be int8, bfloat16 or float32, got " + form);
-  }
-  if (recording_) throw std::logic_error("weights cannot be packed during capture");
-  submit({&call, 1}, {&weight});
-  if (bias) {
-    const Vector values = as_vector(*bias, "bias", packed->out_features);
-    packed->bias = weight_memory_.allocate(channels * sizeof(float));
-    const Call copy = make_call(kernels_.convert_rows,
-                                ConvertRows{{const_cast<void*>(values.data), packed->out_features, values.dtype},
-                                            1,
-                                            packed->out_features,
-                                            {packed->bias.get(), packed->out_features, DType::kFloat32}});
-    submit({&copy, 1}, {&*bias});
-  }
-  return packed;
-}
-
 void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out) {
   Matrix in = as_matrix(x, "x");
   const Matrix result = as_matrix(out, "out");
@@ -206,7 +163,8 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
     auto* quantized = reinterpret_cast<uint8_t*>(memory);
     auto* scales = reinterpret_cast<float*>(memory + quantized_bytes);
     const Call calls[] = {
-        make_call(kernels_.quantize_rows, QuantizeRows{in, rows, in_features, quantized, stride, scales}),
+        make_call(kernels_.quantize_rows,
+                  QuantizeRows{in, rows, in_features, quantized, stride, scales, weight->input_scale}),
         make_call(kernels_.linear_int8,
                   LinearInt8{quantized, stride, scales, reinterpret_cast<const int8_t*>(weight->packed.get()),
                              reinterpret_cast<const float*>(weight->scales.get()),
@@ -231,7 +189,7 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   submit({calls, count}, {&x, &out}, weight);
 }
 
-void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales) {
+void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale) {
   const Matrix in = as_matrix(x, "x");
   require(quantized.type == Tensor::Type::kUInt8 && quantized.dims == 2 && quantized.contiguous_from(0) &&
               quantized.size(0) == x.size(0) && quantized.size(1) == int64_t(aligned(size_t(x.size(1)))),
@@ -240,7 +198,7 @@ void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Ten
   require(scales.dims == 1 && scales.size(0) == x.size(0), "scales", "float32 [rows]", scales);
   const Call call = make_call(kernels_.quantize_rows,
                               QuantizeRows{in, x.size(0), x.size(1), static_cast<uint8_t*>(quantized.data), quantized.size(1),
-                                           static_cast<float*>(scales.data)});
+                                           static_cast<float*>(scales.data), fixed_scale});
   submit({&call, 1}, {&x, &quantized, &scales});
 }
 

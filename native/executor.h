@@ -2,6 +2,7 @@
 // at once or join the graph that is being captured.
 #pragma once
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,7 +25,10 @@ struct PackedWeight {
 
   Form form;
   int64_t out_features, in_features;
+  float input_scale = 0;  // int8 only: what activations are quantized by; 0: each row has its own scale
   std::shared_ptr<std::byte> packed, scales, offsets, bias;  // int8 only: scales, offsets; bias may be null
+
+  size_t channels() const { return size_t(out_features + kBlockChannels - 1) / kBlockChannels * kBlockChannels; }
 
   // Int8 only: float32 [out_features].
   std::span<const float> scale_values() const {
@@ -62,6 +66,10 @@ class Graph {
 // A new tensor.
 using Result = nanobind::ndarray<nanobind::pytorch>;
 
+// The memory of a packed weight, padding included, as flat tensors that keep it alive: `packed`, and what it has of
+// `scales`, `offsets` and `bias`.
+std::map<std::string, Result> parts_of(const PackedWeight& weight);
+
 // `tensor`, which must lie in `arena`, without a hold on its memory there: the arena may give it away again.
 Result alias(const std::shared_ptr<Arena>& arena, const Tensor& tensor);
 
@@ -79,8 +87,11 @@ class Executor {
   int64_t captures() const { return captures_; }  // begun so far
 
   std::shared_ptr<PackedWeight> pack_linear(const Tensor& weight, const std::optional<Tensor>& bias, const std::string& form);
+  // A weight of zeros in packed form, for the caller to fill.
+  std::shared_ptr<PackedWeight> blank_weight(int64_t out_features, int64_t in_features, const std::string& form, bool bias,
+                                             float input_scale);
   void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
-  void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales);
+  void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale);
   void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
   void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
                     const Tensor& sum);

@@ -38,6 +38,8 @@ NB_MODULE(_native, m) {
   nb::class_<PackedWeight>(m, "PackedWeight", "A linear layer's weight in packed form.")
       .def_ro("out_features", &PackedWeight::out_features)
       .def_ro("in_features", &PackedWeight::in_features)
+      .def_ro("input_scale", &PackedWeight::input_scale)
+      .def("parts", &sparkgap::parts_of)
       .def("scales", [](const PackedWeight& self) {
         const auto values = self.scale_values();
         return std::vector<float>(values.begin(), values.end());
@@ -66,8 +68,10 @@ NB_MODULE(_native, m) {
       .def("begin_capture", &Executor::begin_capture, "graph"_a)
       .def("end_capture", &Executor::end_capture)
       .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)
+      .def("blank_weight", &Executor::blank_weight, "out_features"_a, "in_features"_a, "form"_a, "bias"_a, "input_scale"_a)
       .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a)
-      .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a)
+      .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a,
+           "fixed_scale"_a = 0.0f)
       .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("add_rms_norm", &Executor::add_rms_norm, "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a, "sum"_a)
       .def("rotary", &Executor::rotary, "x"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)

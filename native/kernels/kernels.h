@@ -56,12 +56,14 @@ struct PackFloat {
 };
 
 // Activations as bytes: round(x * (127 / largest magnitude of the row)) + 128; scale = largest magnitude / 127.
+// With a fixed scale: round(x * (1 / scale)) + 128, in 1 ... 255; a row with a NaN or an infinity has a NaN as its scale.
 struct QuantizeRows {
   Matrix x;
   int64_t rows, features;
   uint8_t* quantized;  // rows `quantized_stride` apart, padding is 128
   int64_t quantized_stride;
   float* scales;
+  float fixed_scale;  // 0: each row has its own
 };
 
 // float(int32 dot product) * (row scale * channel scale) + bias.

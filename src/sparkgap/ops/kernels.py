@@ -97,6 +97,21 @@ class LinearWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix product's weight as a quantized checkpoint holds it (W8A8, symmetric).
+
+    Attributes:
+        values: int8 `[out_features, in_features]`, in -127 ... 127: kernels multiply magnitudes.
+        scales: float32 `[out_features]`, of each output channel.
+        input_scale: the one scale of its int8 inputs (static); None gives each row its own (dynamic).
+    """
+
+    values: Tensor
+    scales: Tensor
+    input_scale: float | None = None
+
+
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
 
@@ -110,8 +125,18 @@ class Kernels(ABC):
     """
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest."""
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
+        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest.
+
+        Args:
+            weight: floating-point values.
+            bias: `[out_features]`.
+            quantize: False keeps the weight's dtype where these kernels quantize.
+        """
+
+    @abstractmethod
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """The same for a weight that is quantized already, whatever these kernels do with others."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:

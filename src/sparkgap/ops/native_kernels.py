@@ -16,13 +16,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, QuantizedWeight, RotaryTable
+from sparkgap.ops.w8a8 import Quantization
 
-Quantization = Literal["w8a8"]
 PackedForm = Literal["int8", "bfloat16", "float32"]
 
 ISA_VARIABLE = "SPARKGAP_ISA"
@@ -81,13 +82,14 @@ class NativeKernels(Kernels):
         except RuntimeError as error:
             raise ConfigError(f"{ISA_VARIABLE}={variant}: {error}") from error
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinearWeight:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> NativeLinearWeight:
         """Pack a copy of `weight` `[out_features, in_features]`; the original is not kept.
 
         Raises:
             CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
-        form: PackedForm = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
+        is_int8 = quantize and self.quantization == "w8a8"
+        form: PackedForm = "int8" if is_int8 else _PACKED_FORMS.get(weight.dtype, "float32")
         source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
@@ -99,6 +101,25 @@ class NativeKernels(Kernels):
         return NativeLinearWeight(
             torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed, form=form
         )
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinearWeight:
+        """See `Kernels.prepare_quantized`; packed as `prepare_linear` packs what it quantizes itself."""
+        out_features, in_features = weight.values.shape
+        if bias is not None:
+            bias = bias.detach().to(torch.float32).contiguous()
+        packed = self.executor.blank_weight(
+            out_features, in_features, "int8", bias is not None, weight.input_scale or 0.0
+        )
+        parts = packed.parts()
+        blocks, groups = -(-out_features // 16), -(-in_features // 4)
+        padded = functional.pad(weight.values, (0, groups * 4 - in_features, 0, blocks * 16 - out_features))
+        parts["packed"].view(blocks, groups, 16, 4).copy_(padded.view(blocks, 16, groups, 4).transpose(1, 2))
+        parts["offsets"].copy_(padded.sum(1, dtype=torch.int32).mul_(-128))
+        parts["scales"][:out_features] = weight.scales
+        if bias is not None:
+            parts["bias"][:out_features] = bias
+        shape = torch.empty(weight.values.shape, dtype=torch.int8, device="meta")
+        return NativeLinearWeight(shape, bias, packed=packed, form="int8")
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
