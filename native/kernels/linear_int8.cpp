@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "quantize.h"
 #include "simd.h"
 #include "variant.h"
 
@@ -39,69 +40,9 @@ void pack_blocks(const PackInt8& args, Worker worker) {
 }
 
 template <class T>
-SPARKGAP_INLINE Floats load_in_row(const T* x, int64_t k, int64_t features) {
-  return load_some(x + k, larger<int64_t>(0, smaller<int64_t>(features - k, kLanes)));
-}
-
-// round(x * inverse) + 128, in 1 ... 255.
-SPARKGAP_INLINE void store_quantized(uint8_t* out, Floats x, Floats inverse) {
-  const Floats scaled = round_to_even(at_most(at_least(x * inverse, -127.0f), 127.0f));
-#pragma GCC unroll 4
-  for (int i = 0; i < kParts; i++) {
-    const UIntPart q = (UIntPart)(__builtin_convertvector(scaled.part[i], IntPart) + 128);
-    typedef uint8_t Bytes __attribute__((vector_size(kPartLanes)));
-    const Bytes bytes = __builtin_convertvector(q, Bytes);
-    std::memcpy(out + i * kPartLanes, &bytes, sizeof bytes);
-  }
-}
-
-template <class T>
-SPARKGAP_INLINE void quantize_row(const T* x, int64_t features, uint8_t* out, int64_t out_bytes, float* scale_out) {
-  // Magnitudes compare as integers, so that a NaN is the largest and reaches the scale.
-  UIntPart most[kParts] = {};
-  for (int64_t k = 0; k < features; k += kLanes) {
-    const Floats v = load_some(x + k, features - k);
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) {
-      const IntPart magnitude = (IntPart)v.part[i] & 0x7fffffff;
-      most[i] = (UIntPart)(magnitude > (IntPart)most[i] ? magnitude : (IntPart)most[i]);
-    }
-  }
-  uint32_t bits = 0;
-  for (int i = 0; i < kParts; i++)
-    for (int lane = 0; lane < kPartLanes; lane++) bits = larger(bits, uint32_t(most[i][lane]));
-  float magnitude;
-  std::memcpy(&magnitude, &bits, sizeof bits);
-  *scale_out = magnitude / 127.0f;
-  const Floats inverse = splat(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-  for (int64_t k = 0; k < out_bytes; k += kLanes) store_quantized(out + k, load_in_row(x, k, features), inverse);
-}
-
-template <class T>
-SPARKGAP_INLINE void quantize_row_by(float scale, const T* x, int64_t features, uint8_t* out, int64_t out_bytes,
-                                     float* scale_out) {
-  const Floats inverse = splat(1.0f / scale);
-  IntPart not_finite[kParts] = {};
-  for (int64_t k = 0; k < out_bytes; k += kLanes) {
-    const Floats v = load_in_row(x, k, features);
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) not_finite[i] |= ((IntPart)v.part[i] & 0x7fffffff) >= 0x7f800000;
-    store_quantized(out + k, v, inverse);
-  }
-  int32_t any = 0;
-  for (int i = 0; i < kParts; i++)
-    for (int lane = 0; lane < kPartLanes; lane++) any |= not_finite[i][lane];
-  *scale_out = any ? __builtin_nanf("") : scale;
-}
-
-template <class T>
 void quantize(const QuantizeRows& args, Worker worker) {
-  for (int64_t row = worker.index; row < args.rows; row += worker.count) {
-    const T* x = static_cast<const T*>(args.x.data) + row * args.x.stride;
-    uint8_t* out = args.quantized + row * args.quantized_stride;
-    if (args.fixed_scale > 0) quantize_row_by(args.fixed_scale, x, args.features, out, args.quantized_stride, args.scales + row);
-    else quantize_row(x, args.features, out, args.quantized_stride, args.scales + row);
-  }
+  for (int64_t row = worker.index; row < args.rows; row += worker.count)
+    quantize_to(args.to, row, static_cast<const T*>(args.x.data) + row * args.x.stride, args.features);
 }
 
 // Int32 sums of R rows by B blocks of 16 channels, in the form each instruction set accumulates them.

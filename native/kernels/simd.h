@@ -251,6 +251,37 @@ SPARKGAP_INLINE float largest(Floats x) {
 }
 #endif
 
+// A float's bits without the sign: integers in the order of the magnitudes, above which NaNs stand.
+SPARKGAP_INLINE Ints magnitude_bits(Floats x) {
+  Ints r;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) r.part[i] = (IntPart)x.part[i] & 0x7fffffff;
+  return r;
+}
+
+SPARKGAP_INLINE Ints larger(Ints a, Ints b) {
+  Ints r;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) {
+#if defined(__AVX512F__)
+    r.part[i] = (IntPart)_mm512_max_epi32((__m512i)a.part[i], (__m512i)b.part[i]);
+#elif defined(__AVX2__)
+    r.part[i] = (IntPart)_mm256_max_epi32((__m256i)a.part[i], (__m256i)b.part[i]);
+#else
+    r.part[i] = a.part[i] < b.part[i] ? b.part[i] : a.part[i];
+#endif
+  }
+  return r;
+}
+
+SPARKGAP_INLINE int32_t largest(Ints x) {
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = larger(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+
 // Nearest integers (ties to even) of values in -2^22 ... 2^22.
 SPARKGAP_INLINE Floats round_to_even(Floats x) {
   const Floats magic = splat(12582912.0f);
