@@ -7,16 +7,14 @@
 namespace sparkgap {
 namespace {
 
-// round(x * inverse) + 128, in 1 ... 255.
+// round(x * inverse) + 128, in 1 ... 255; 128 for a NaN.
 SPARKGAP_INLINE void store_quantized(uint8_t* out, Floats x, Floats inverse) {
-  const Floats scaled = round_to_even(at_most(at_least(x * inverse, -127.0f), 127.0f));
+  // Added to 1.5 * 2^23, a small value is rounded to an integer, whose low byte the sum's bits end with.
+  const Floats shifted = at_most(at_least(x * inverse, -127.0f), 127.0f) + splat(12582912.0f);
+  Ints bytes;
 #pragma GCC unroll 4
-  for (int i = 0; i < kParts; i++) {
-    const UIntPart q = (UIntPart)(__builtin_convertvector(scaled.part[i], IntPart) + 128);
-    typedef uint8_t Bytes __attribute__((vector_size(kPartLanes)));
-    const Bytes bytes = __builtin_convertvector(q, Bytes);
-    std::memcpy(out + i * kPartLanes, &bytes, sizeof bytes);
-  }
+  for (int i = 0; i < kParts; i++) bytes.part[i] = (IntPart)shifted.part[i] + 128;
+  store_low_bytes(out, bytes);
 }
 
 template <class T>

@@ -288,6 +288,23 @@ SPARKGAP_INLINE Floats round_to_even(Floats x) {
   return (x + magic) - magic;
 }
 
+// The low bytes of 16 integers.
+SPARKGAP_INLINE void store_low_bytes(uint8_t* p, Ints x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x.part[0]));
+#elif defined(__AVX2__)
+  const __m256i mask = _mm256_set1_epi32(0xff);
+  const __m256i shorts = _mm256_permute4x64_epi64(
+      _mm256_packus_epi32(_mm256_and_si256((__m256i)x.part[0], mask), _mm256_and_si256((__m256i)x.part[1], mask)), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
+#else
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < kLanes; i++) p[i] = uint8_t(lanes[i]);
+#endif
+}
+
 // e^x, 0 below -87.3 (where results would be subnormal), capped at e^88. The polynomial is that of Cephes' expf.
 SPARKGAP_INLINE Floats exp(Floats x) {
   const Floats limited = at_most(at_least(x, -88.0f), 88.0f);
