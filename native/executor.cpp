@@ -54,7 +54,7 @@ std::vector<std::string> Graph::kinds() const {
   for (const Call& call : calls_) {
     // "... [with Args = sparkgap::RmsNorm]" or "... [Args = sparkgap::RmsNorm]".
     const std::string text = call.signature;
-    const size_t begin = text.rfind(':') + 1;
+    const size_t begin = text.find_last_of(": ") + 1;
     names.push_back(text.substr(begin, text.find(']', begin) - begin));
   }
   return names;
