@@ -213,6 +213,7 @@ class LLM:
             "capture_ms": counters.capture_ms,
             "memory_bytes": counters.memory_bytes,
             "sequences": list(passes.buckets),
+            "context_graph": passes.context_graph,
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:

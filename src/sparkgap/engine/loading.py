@@ -182,6 +182,11 @@ def resolve_graphs(config: EngineConfig, kernels: Kernels) -> bool:
             f"graphs on needs the CPU's native kernels, and device {config.device} with dtype {config.dtype} runs on "
             "others; use graphs off, or device cpu with another dtype than float16"
         )
+    if config.context_graph in ("compact", "masked") and not isinstance(kernels, NativeKernels):
+        raise ConfigError(
+            f"context_graph {config.context_graph} needs captured passes, and device {config.device} with dtype "
+            f"{config.dtype} has none; use context_graph off"
+        )
     return config.graphs != "off" and isinstance(kernels, NativeKernels)
 
 
@@ -235,6 +240,7 @@ def _capture(
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
     _logger.info("%s", captured.counters.summary())
     return captured
