@@ -154,14 +154,14 @@ class LLM:
         """Answer one conversation, giving what is new as it comes; as `stream`."""
         return self.stream(self._render(messages, template_variables), sampling_params)
 
-    def next_token_probabilities(self, prompt: Seq[int], sampling_params: SamplingParams) -> Tensor:
-        """The distribution that the token after `prompt` (token ids) is drawn from, without speculation.
+    def next_token_probabilities(self, prompts: Seq[Seq[int]], sampling_params: SamplingParams) -> Tensor:
+        """The distribution that the token after each prompt (token ids) is drawn from, without speculation.
 
         Returns:
-            float32 `[vocab]`.
+            float32 `[prompts, vocab]`.
         """
         with self._lock:
-            return next_token_probabilities(self._loaded, list(prompt), sampling_params)
+            return next_token_probabilities(self._loaded, prompts, sampling_params)
 
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
@@ -221,14 +221,15 @@ class LLM:
         if chosen is None:
             return None
         config = chosen.drafter.config
+        settings = config.settings
         return {
             "drafter": config.name,
-            "method": config.method,
+            "method": settings.method,
             "num_speculative_tokens": chosen.num_speculative_tokens,
             "draft_sample_method": chosen.config.draft_sample_method,
             "parameters": chosen.drafter.num_parameters,
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_layer_ids": list(config.target_layer_ids),
+            "draft_vocab_size": settings.draft_vocab_size,
+            "target_layer_ids": list(settings.target_layer_ids),
             "max_context_length": chosen.drafter.max_context_length,
         }
 

@@ -13,7 +13,7 @@ from sparkgap.config import EngineConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
-from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
+from sparkgap.engine.speculation import ChosenDrafter, find_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -21,7 +21,7 @@ from sparkgap.graphs.passes import Passes
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.models.loading import check_tensors, expected_shapes, load_target
+from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
 from sparkgap.rounds.plain import PlainRunner
@@ -82,8 +82,12 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     use_graphs = resolve_graphs(config, kernels)
     # The native kernels have threads of their own, which torch's must not compete with.
     torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
+    # What is wrong with a drafter shows here, before the target is read.
+    drafter = find_drafter(config, progress)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
+    if drafter is not None:
+        drafter.check_fits(model)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
     check_tensors(model, checkpoint.weights)
     check_model_fits(
@@ -95,15 +99,15 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         available_bytes=available_memory_bytes(device),
     )
     with torch.inference_mode():
-        target = load_target(
-            checkpoint.config,
+        target = build_target(
+            model,
             checkpoint.weights,
             kernels=kernels,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
         )
-        chosen = choose_drafter(config, target, dtype, max_model_len, progress)
+        chosen = None if drafter is None else drafter.load(target, dtype, max_model_len)
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)

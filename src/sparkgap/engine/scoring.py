@@ -1,5 +1,8 @@
 """A target's own next-token distribution, computed beside the engine that serves."""
 
+from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
@@ -15,19 +18,25 @@ _BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def next_token_probabilities(loaded: LoadedEngine, token_ids: list[int], params: SamplingParams) -> Tensor:
-    """The distribution that the token after `token_ids` is drawn from, without speculation: float32 `[vocab]`.
+def next_token_probabilities(loaded: LoadedEngine, prompts: Seq[Seq[int]], params: SamplingParams) -> Tensor:
+    """The distribution that the token after each prompt is drawn from, without speculation: float32 `[prompts, vocab]`.
 
     All tokens are computed in one pass over a KV cache of its own.
     """
     target = loaded.target
     config = target.config
-    blocks = -(-len(token_ids) // _BLOCK_SIZE)
+    needed = [-(-len(prompt) // _BLOCK_SIZE) for prompt in prompts]
+    starts = list(accumulate(needed, initial=0))
     caches = allocate_caches(
-        config.num_layers, config.num_kv_heads, config.head_dim, blocks, _BLOCK_SIZE, target.dtype, target.device
+        config.num_layers, config.num_kv_heads, config.head_dim, starts[-1], _BLOCK_SIZE, target.dtype, target.device
     )
-    sequence = Sequence(0, params, 0, token_ids, block_table=list(range(blocks)))
-    batch = forward_batch([RowSpan(sequence, 0, token_ids)], _BLOCK_SIZE, target.device)
-    logits = target.logits(target.forward(batch, caches).hidden[-1:])
+    sequences = [
+        Sequence(number, params, 0, list(prompt), block_table=list(range(start, end)))
+        for number, (prompt, (start, end)) in enumerate(zip(prompts, pairwise(starts), strict=True))
+    ]
+    spans = [RowSpan(sequence, 0, sequence.prompt_token_ids) for sequence in sequences]
+    batch = forward_batch(spans, _BLOCK_SIZE, target.device)
+    last_rows = batch.attention.row_starts[1:].long() - 1
+    logits = target.logits(target.forward(batch, caches).hidden[last_rows])
     sampler = Sampler(loaded.checkpoint.name, loaded.engine.model.eos_token_ids)
-    return sampler.target_probabilities(logits, [SamplingRow(sequence)])[0]
+    return sampler.target_probabilities(logits, [SamplingRow(sequence) for sequence in sequences])
