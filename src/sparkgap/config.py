@@ -25,6 +25,14 @@ GRAPHS = ("auto", "on", "off")
 CONTEXT_GRAPHS = ("auto", "off", "compact", "masked")
 """Values of `EngineConfig.context_graph`."""
 
+EXECUTION_MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"graphs": "off", "context_graph": "off"},
+    "graphs": {"graphs": "on", "context_graph": "off"},
+    "compact": {"graphs": "on", "context_graph": "compact"},
+    "masked": {"graphs": "on", "context_graph": "masked"},
+}
+"""Ways to run a round that checks and benches compare, as settings of `EngineConfig`. All give the same tokens."""
+
 MAX_COMPLETIONS = 16384
 """Most completions of one prompt (vLLM's limit)."""
 
