@@ -19,6 +19,7 @@ from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
+from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import next_token_probabilities
 from sparkgap.errors import ConfigError, EngineError, PromptError
@@ -162,6 +163,11 @@ class LLM:
         """
         with self._lock:
             return next_token_probabilities(self._loaded, prompts, sampling_params)
+
+    def time_phases(self, context_tokens: int, accepted_rows: int = 1) -> dict[str, float]:
+        """Milliseconds of each phase of one sequence's round, run by itself: `engine.phases.time_phases`."""
+        with self._lock:
+            return time_phases(self._loaded, context_tokens, accepted_rows)
 
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
