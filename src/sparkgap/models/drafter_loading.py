@@ -95,7 +95,8 @@ class _Loader:
             layers=tuple(self.layer(layer) for layer in layers),
             final_norm=self.stacked("norm.weight"),
             lm_head=self.lm_head(),
-            context_fc=self.linear("fc", bias=False),
+            # Captured dimensions differ in size by three orders of magnitude: an int8 scale for all would lose most.
+            context_fc=self.linear("fc", bias=False, quantize=False),
             context_norm=self.stacked("hidden_norm.weight"),
             context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
             heads=load_heads(self.config.settings, self.source, self.kernels, self.dtype, self.target.device, self.ids),
@@ -166,11 +167,11 @@ class _Loader:
                 f"features where the drafter has {hidden}"
             )
 
-    def linear(self, *modules: str, bias: bool) -> LinearWeight:
+    def linear(self, *modules: str, bias: bool, quantize: bool = True) -> LinearWeight:
         """One product of `modules`, one above the other."""
         weight = self.stacked(*(f"{module}.weight" for module in modules))
         biases = self.stacked(*(f"{module}.bias" for module in modules)) if bias else None
-        return self.kernels.prepare_linear(weight, biases)
+        return self.kernels.prepare_linear(weight, biases, quantize)
 
     def stacked(self, *names: str) -> Tensor:
         """The named tensors along their first dimension, in memory of the drafter's own."""

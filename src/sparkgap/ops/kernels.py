@@ -110,8 +110,14 @@ class Kernels(ABC):
     """
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest."""
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
+        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest.
+
+        Args:
+            weight: of any float dtype.
+            bias: `[out_features]`.
+            quantize: False keeps the weight's own precision where these kernels quantize others.
+        """
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:

@@ -81,13 +81,14 @@ class NativeKernels(Kernels):
         except RuntimeError as error:
             raise ConfigError(f"{ISA_VARIABLE}={variant}: {error}") from error
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinearWeight:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> NativeLinearWeight:
         """Pack a copy of `weight` `[out_features, in_features]`; the original is not kept.
 
         Raises:
             CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
-        form: PackedForm = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
+        int8 = quantize and self.quantization == "w8a8"
+        form: PackedForm = "int8" if int8 else _PACKED_FORMS.get(weight.dtype, "float32")
         source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()

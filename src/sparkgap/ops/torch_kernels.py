@@ -51,7 +51,7 @@ class TorchKernels(Kernels):
             raise ValueError(f"linear_tile_rows must be at least 1, got {linear_tile_rows}")
         self.linear_tile_rows = linear_tile_rows
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
         """The weight as it is, without a copy."""
         return LinearWeight(weight, bias)
 
