@@ -107,7 +107,7 @@ class CapturedPasses(Passes):
             return TargetOutput(output.hidden, output.logits, output.captured, eager_reason=TOO_MANY_SEQUENCES)
         inputs = self._target_inputs[rows // sequences]
         inputs.load(batch, bucket)
-        results = self._target_graphs.replay(_named(inputs.batch(bucket)))
+        results = self._target_graphs.replay(named_inputs(inputs.batch(bucket)))
         captured = None if results.captured is None else results.captured[:rows]
         return TargetOutput(results.hidden[:rows], results.logits[:rows], captured, results.captured)
 
@@ -153,7 +153,7 @@ class CapturedPasses(Passes):
         # Every input says "write nothing" until it is first loaded.
         smallest = self.buckets[0]
         for inputs in self._target_inputs.values():
-            self._target_graphs.replay(_named(inputs.batch(smallest)))
+            self._target_graphs.replay(named_inputs(inputs.batch(smallest)))
         if self.drafting is not None:
             self._draft_graphs.replay(self._draft_inputs.tensors(smallest))
             if sampled_drafts:
@@ -167,7 +167,7 @@ class CapturedPasses(Passes):
             result = self.target.forward(batch, self.caches, self.captured_layers)
             return _TargetResults(result.hidden, self.target.logits(result.hidden), result.captured)
 
-        return self._target_graphs.capture(_named(batch), compute).captured
+        return self._target_graphs.capture(named_inputs(batch), compute).captured
 
     def _capture_draft(self, bucket: int, sampled_drafts: bool) -> None:
         tensors = self._draft_inputs.tensors(bucket)
@@ -187,7 +187,7 @@ class CapturedPasses(Passes):
         self.counters.eager[family, TOO_MANY_SEQUENCES] += 1
 
 
-def _named(batch: ForwardBatch) -> dict[str, Tensor]:
+def named_inputs(batch: ForwardBatch) -> dict[str, Tensor]:
     """A target pass's inputs by name."""
     attention = batch.attention
     return {
