@@ -50,9 +50,7 @@ def test_norm_linear(
 
 @some
 @given(rows=st.integers(0, 20), features=st.integers(1, 100), dtype=dtypes, seed=st.integers(0, 99))
-def test_silu_mul_linear(
-    make: Make, variant: str, rows: int, features: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_silu_mul_linear(make: Make, variant: str, rows: int, features: int, dtype: torch.dtype, seed: int) -> None:
     kernels = make(variant, quantization="w8a8")
     weight = kernels.prepare_linear(randn(33, features, seed=seed), randn(33, seed=seed))
     x = randn(rows, 2 * features, seed=seed + 1, dtype=dtype) * 4
@@ -175,7 +173,17 @@ def test_wrong_operands_are_refused() -> None:
     table, place = RotaryTable(torch.ones(4, 8), torch.zeros(4, 8)), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="qkv must be"):
         kernels.executor.rotary_write(
-            torch.zeros(2, 1, 16), None, None, 0.0, place, table.cos, table.sin, cache.keys, cache.values, place, x[:, None]
+            torch.zeros(2, 1, 16),
+            None,
+            None,
+            0.0,
+            place,
+            table.cos,
+            table.sin,
+            cache.keys,
+            cache.values,
+            place,
+            x[:, None],
         )
     with pytest.raises(IndexError, match="slot lies outside the KV cache"):
         kernels.rotary_kv_write(torch.zeros(2, 3, 16), place, table, cache, torch.tensor([0, 8]))
