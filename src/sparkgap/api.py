@@ -21,6 +21,7 @@ from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import next_token_probabilities
+from sparkgap.engine.stats import EngineStats
 from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
@@ -203,6 +204,11 @@ class LLM:
         """
         with self._lock:
             return self._loaded.graph_counters.report()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds: a snapshot, which waits for no step."""
+        return self._engine.stats
 
     def _graphs_info(self) -> dict[str, Any] | None:
         passes, counters = self._loaded.passes, self._loaded.graph_counters

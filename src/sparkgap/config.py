@@ -299,8 +299,10 @@ class EngineConfig:
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
         max_num_batched_tokens: most prompt tokens in one step (chunked prefill).
-        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes; None takes as many as take about
-            as long as the step's decode round, by measured times.
+        max_decode_stretch: how much longer than a decode round alone a step may take that also reads prompts, which is
+            how much later the tokens of running requests come meanwhile; above 1. Prompt tokens are counted out by
+            measured times. A smaller value lets prompts wait longer for their first token.
+        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, instead of `max_decode_stretch`.
         enable_prefix_caching: reuse KV of prompt blocks that an earlier request has computed.
         max_queued_requests: most requests that wait for a place among `max_num_seqs`; one more is refused. None has no
             limit.
@@ -326,6 +328,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    max_decode_stretch: float = 3.0
     prefill_tokens_beside_decodes: int | None = None
     enable_prefix_caching: bool = True
     max_queued_requests: int | None = None
@@ -359,6 +362,10 @@ class EngineConfig:
         _check(self.block_size <= MAX_BLOCK_SIZE, f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
         for name in ("speculation", "allow_download", "enable_prefix_caching"):
             _check(isinstance(getattr(self, name), bool), f"{name} must be True or False, got {getattr(self, name)!r}")
+        _check(
+            is_finite(self.max_decode_stretch) and self.max_decode_stretch > 1,
+            f"max_decode_stretch must be a finite number above 1, got {self.max_decode_stretch!r}",
+        )
         _check(
             self.max_queued_requests is None
             or (is_integer(self.max_queued_requests) and self.max_queued_requests >= 0),

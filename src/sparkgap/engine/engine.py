@@ -63,7 +63,9 @@ class Engine:
         self.config = config
         blocks = BlockManager(num_blocks, config.block_size)
         self._prefixes = PrefixCache(blocks, enabled=config.enable_prefix_caching)
-        self._pacer = PrefillPacer(config.max_num_batched_tokens, config.prefill_tokens_beside_decodes)
+        self._pacer = PrefillPacer(
+            config.max_num_batched_tokens, config.max_decode_stretch, config.prefill_tokens_beside_decodes
+        )
         self.scheduler = Scheduler(
             blocks,
             self._prefixes,

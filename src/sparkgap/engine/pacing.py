@@ -6,7 +6,7 @@ from statistics import median
 _FIRST_TOKENS = 32
 """Prompt tokens of the first step beside decodes, before anything was measured."""
 
-_FEWEST_TOKENS = 16
+_FEWEST_TOKENS = 4
 """A pass over fewer prompt tokens is hardly shorter: it reads all weights too."""
 
 _GROWTH = 1.5
@@ -19,17 +19,19 @@ _RECENT_ROUNDS = 9
 class PrefillPacer:
     """Chooses the number of prompt tokens of a step.
 
-    A step that also decodes computes as many prompt tokens as take about as long as its decode round. A running
-    request's tokens then come at half their pace while prompts are read, whatever the model, the machine and the
-    number of requests. The number only decides when tokens come, never which.
+    A step that also decodes computes as many prompt tokens as let it take `stretch` times as long as its decode round
+    alone. That is how much later a running request's tokens come while prompts are read, whatever the model, the
+    machine, the number of requests and the length of the prompts. The number decides when tokens come, never which.
 
     Attributes:
         max_tokens: most prompt tokens of any step.
+        stretch: see above; above 1.
         fixed_tokens: most prompt tokens of a step that also decodes; None measures.
     """
 
-    def __init__(self, max_tokens: int, fixed_tokens: int | None = None) -> None:
+    def __init__(self, max_tokens: int, stretch: float, fixed_tokens: int | None = None) -> None:
         self.max_tokens = max_tokens
+        self.stretch = stretch
         self.fixed_tokens = fixed_tokens
         self._beside_decodes = min(_FIRST_TOKENS, max_tokens)
         self._decodes_s: deque[float] = deque(maxlen=_RECENT_ROUNDS)
@@ -49,6 +51,7 @@ class PrefillPacer:
         # A pass that had less to do than it was allowed tells nothing of a full one.
         if not self._decodes_s or num_tokens < self._beside_decodes:
             return
-        change = min(max(median(self._decodes_s) / max(duration_s, 1e-9), 1 / _GROWTH), _GROWTH)
+        wanted_s = (self.stretch - 1) * median(self._decodes_s)
+        change = min(max(wanted_s / max(duration_s, 1e-9), 1 / _GROWTH), _GROWTH)
         floor = min(_FEWEST_TOKENS, self.max_tokens)
-        self._beside_decodes = min(max(int(num_tokens * change), floor), self.max_tokens)
+        self._beside_decodes = min(max(round(num_tokens * change), floor), self.max_tokens)
