@@ -328,7 +328,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
-    max_decode_stretch: float = 3.0
+    max_decode_stretch: float = 2.5
     prefill_tokens_beside_decodes: int | None = None
     enable_prefix_caching: bool = True
     max_queued_requests: int | None = None
