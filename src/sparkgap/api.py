@@ -22,6 +22,7 @@ from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import hidden_states, next_token_probabilities
+from sparkgap.engine.stats import EngineStats
 from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
@@ -231,6 +232,11 @@ class LLM:
         """
         with self._lock:
             return self._loaded.graph_counters.report()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds: a snapshot, which waits for no step."""
+        return self._engine.stats
 
     def _graphs_info(self) -> dict[str, Any] | None:
         passes, counters = self._loaded.passes, self._loaded.graph_counters
