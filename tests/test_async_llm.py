@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from sparkgap import LLM, AsyncLLM, SamplingParams
-from sparkgap.errors import ConfigError, EngineClosedError, EngineDeadError, EngineError, PromptError
+from sparkgap.errors import ConfigError, EngineClosedError, EngineDeadError, EngineError, PromptError, QueueFullError
 
 from .tiny_model import write_tiny_model
 
@@ -43,7 +43,7 @@ async def until(condition):
 
 
 def is_idle(llm):
-    return llm.num_unfinished_seqs == llm.num_running_seqs == llm.num_waiting_seqs == 0 and llm.kv_cache_usage == 0
+    return llm.num_unfinished_seqs == llm.stats.num_requests == llm.stats.num_used_blocks == 0
 
 
 def test_tokens_are_those_of_llm(llm, judge):
@@ -109,7 +109,7 @@ def test_a_reader_that_leaves_ends_its_request(llm):
             await tokens_of(llm.generate([1], SamplingParams(max_tokens=100, n=6, ignore_eos=True)))
 
         task = asyncio.create_task(read())
-        await until(lambda: llm.num_running_seqs == 4 and llm.num_waiting_seqs == 2)
+        await until(lambda: llm.stats.num_running_sequences == 4 and llm.stats.num_waiting_sequences == 2)
         task.cancel()
         await until(lambda: is_idle(llm))
 
@@ -198,7 +198,7 @@ def test_a_request_that_fails_in_computing_fails_alone(llm, judge, monkeypatch):
 def test_an_engine_that_dies_fails_all_requests_and_takes_no_more(llm, monkeypatch):
     async def main():
         tasks = [asyncio.create_task(tokens_of(llm.generate([i], LONG))) for i in range(6)]
-        await until(lambda: llm.counters.generation_tokens > 20)
+        await until(lambda: llm.stats.num_generated_tokens > 20)
         monkeypatch.setattr(llm._engine, "step", lambda: 1 / 0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(result) for result in results} == {EngineDeadError}
@@ -276,6 +276,20 @@ def test_bad_prompts(llm, prompt):
     with pytest.raises(PromptError):
         asyncio.run(tokens_of(llm.generate(prompt, GREEDY)))
     assert is_idle(llm)
+
+
+def test_a_request_that_the_engine_does_not_take(path):
+    async def main():
+        settings = {"dtype": "float32", "threads": 1, "device": "cpu", "max_num_seqs": 1, "max_queued_requests": 0}
+        async with AsyncLLM(path, **settings) as llm:
+            first = asyncio.create_task(tokens_of(llm.generate([1], LONG)))
+            await until(lambda: llm.stats.num_running_sequences == 1)
+            with pytest.raises(QueueFullError):
+                await tokens_of(llm.generate([1], GREEDY))
+            assert len(await first) == 100
+            assert len(await tokens_of(llm.generate([1], GREEDY))) == 20
+
+    asyncio.run(main())
 
 
 def test_info(llm):

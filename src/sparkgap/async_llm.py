@@ -14,9 +14,9 @@ from sparkgap.api import LLM, Message, Prompt, prompt_content
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
-from sparkgap.engine.counters import EngineCounters
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import OutputKind, Request
+from sparkgap.engine.stats import EngineStats
 from sparkgap.engine.thread import EngineThread
 from sparkgap.errors import ConfigError, EngineClosedError, EngineDeadError
 
@@ -61,7 +61,8 @@ class AsyncLLM:
         self._is_draining = False
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="sparkgap-encode")
         self._readers = _Readers()
-        self._thread = EngineThread(llm.engine, deliver=self._readers.deliver, fail=self._readers.fail)
+        readers = self._readers
+        self._thread = EngineThread(llm.engine, deliver=readers.deliver, refuse=readers.refuse, fail=readers.fail)
         self._stop = weakref.finalize(self, _stop, self._thread, self._encoder)
 
     @property
@@ -90,25 +91,9 @@ class AsyncLLM:
         return self._readers.num_sequences
 
     @property
-    def num_running_seqs(self) -> int:
-        """Sequences that have KV blocks."""
-        return self._engine.scheduler.num_running
-
-    @property
-    def num_waiting_seqs(self) -> int:
-        """Sequences that wait for KV blocks or a place."""
-        return self._engine.scheduler.num_waiting
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the KV cache's blocks that is in use, in [0, 1]."""
-        blocks = self._engine.scheduler.blocks
-        return 1 - blocks.num_free_blocks / blocks.num_blocks
-
-    @property
-    def counters(self) -> EngineCounters:
-        """What was done since the model was loaded."""
-        return self._engine.counters
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds: a snapshot, which waits for no step."""
+        return self._engine.stats
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -146,6 +131,7 @@ class AsyncLLM:
         Raises:
             PromptError: the prompt is empty, too long or not a prompt.
             ConfigError: the parameters do not fit the model, or the id is in use.
+            QueueFullError: `max_queued_requests` wait already.
             EngineError: computing failed; EngineDeadError when it will go on failing.
         """
         request = await self.prepare(prompt, sampling_params, request_id=request_id, output_kind=output_kind)
@@ -368,6 +354,12 @@ class _Readers:
                 for _, item in batch:
                     if not isinstance(item, Exception) and item.finished:
                         self.forget(item.request_id)
+
+    def refuse(self, request_id: str, error: Exception) -> None:
+        """Called in the engine's thread: a request was not taken, and whoever reads it raises `error`."""
+        stream, _ = self._streams.pop(request_id, (None, 0))
+        if stream is not None:
+            _put_in(stream.loop, [(stream, error)])
 
     def fail(self, error: Exception) -> None:
         """Called in any thread: every request has ended, and whoever reads one raises `error`."""

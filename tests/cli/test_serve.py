@@ -32,7 +32,9 @@ def test_the_command_line_wins_over_the_environment_over_the_file(
     sparkgap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text('port = 1001\nhost = "::1"\nmax_num_seqs = 3\nseed = 7\nlog-prompts = true\nrequest-timeout = 2.5\n')
+    file.write_text(
+        'port = 1001\nhost = "::1"\nmax_num_seqs = 3\nseed = 7\nlog-prompts = true\nrequest-timeout = 2.5\n'
+    )
     monkeypatch.setenv("SPARKGAP_PORT", "1002")
     monkeypatch.setenv("SPARKGAP_MAX_NUM_SEQS", "5")
     monkeypatch.setenv("SPARKGAP_NO_SPECULATION", "true")
@@ -60,7 +62,9 @@ def test_the_file_can_be_named_in_the_environment(
 
 
 def test_what_is_printed_is_a_configuration_file(sparkgap: Run, tmp_path: Path) -> None:
-    first = sparkgap("serve", "--dry-run", "--port", "99", "--cors-origin", "https://a.example", "--max-body-size", "2M")
+    first = sparkgap(
+        "serve", "--dry-run", "--port", "99", "--cors-origin", "https://a.example", "--max-body-size", "2M"
+    )
     file = tmp_path / "again.toml"
     file.write_text(first.out)
     assert tomllib.loads(first.out)["port"] == 99

@@ -64,12 +64,9 @@ class Running:
     def llm(self):
         return self.process.state.llm
 
-    @property
-    def blocks(self):
-        return self.llm._engine.scheduler.blocks
-
     def is_idle(self):
-        return self.llm.num_unfinished_seqs == 0 and self.blocks.num_free_blocks == self.blocks.num_blocks
+        stats = self.llm.stats
+        return self.llm.num_unfinished_seqs == stats.num_requests == stats.num_used_blocks == 0
 
     def post(self, path, body, **options):
         return self.client.post(self.url + path, json=body, **options)

@@ -122,7 +122,7 @@ def test_a_reader_that_reads_nothing_is_dropped(pair):
         body = {"messages": messages, "n": 10, "max_tokens": 60, "logprobs": True, "top_logprobs": 20, "stream": True}
         data = json.dumps(body | {"ignore_eos": True}).encode()
         connection.sendall(head(len(data), path="/v1/chat/completions") + data)
-        wait_until(lambda: server.llm.counters.generation_tokens > 0)
+        wait_until(lambda: server.llm.stats.num_generated_tokens > 0)
         wait_until(lambda: not strict_connections(server), 60)
         wait_until(server.is_idle)
         connection.close()
@@ -153,7 +153,7 @@ def test_a_client_that_goes_away_ends_its_request(server, stream):
     ).encode()
     with server.connect() as connection:
         connection.sendall(head(len(body)) + body)
-        wait_until(lambda: server.llm.num_running_seqs == 4)
+        wait_until(lambda: server.llm.stats.num_running_sequences == 4)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
     wait_until(server.is_idle)
@@ -200,7 +200,9 @@ def test_what_is_not_http(strict, reference, junk):
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), st.binary(max_size=200))
+@given(
+    st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), st.binary(max_size=200)
+)
 def test_bytes_that_are_no_json(strict, path, data):
     answer = strict.client.post(strict.url + path, content=data, headers={"Content-Type": "application/json"})
     check_error(answer, 400)
@@ -265,7 +267,9 @@ def test_web_pages_are_let_in_only_when_that_is_wanted(strict, pair):
     with running(pair[0], cors_origins=("https://page.example/",), api_key="k") as server:
         answer = server.client.options(server.url + "/v1/completions", headers=asked)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://page.example")
-        other = server.client.options(server.url + "/v1/completions", headers=asked | {"Origin": "https://evil.example"})
+        other = server.client.options(
+            server.url + "/v1/completions", headers=asked | {"Origin": "https://evil.example"}
+        )
         assert "access-control-allow-origin" not in other.headers
         answer = server.post("/v1/completions", BODY, headers=asked | {"Authorization": "Bearer k"})
         assert answer.headers["access-control-allow-origin"] == "https://page.example"

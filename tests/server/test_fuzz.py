@@ -54,7 +54,9 @@ def fuzz(server, document, mode, examples):
         if operation.method.upper() == "GET" and mode is schemathesis.GenerationMode.NEGATIVE:
             continue  # there is nothing in it that could be wrong
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+        @settings(
+            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+        )
         @given(case=operation.as_strategy(generation_mode=mode))
         def run(case):
             if isinstance(case.body, dict):

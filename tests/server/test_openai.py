@@ -120,7 +120,7 @@ def test_a_stream_adds_up(client, extra, logprobs):
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     for choice in whole.choices:
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
@@ -191,9 +191,7 @@ def test_completion_logprobs(client, llm):
     assert answer.logprobs.token_logprobs == values
     assert answer.logprobs.tokens == [llm.tokenizer.decode([i], skip_special_tokens=False) for i in expected.token_ids]
     assert len(answer.logprobs.top_logprobs) == len(answer.logprobs.text_offset) == len(values)
-    chunks = client.completions.create(
-        model="tiny", prompt="ab", temperature=0, max_tokens=8, logprobs=2, stream=True
-    )
+    chunks = client.completions.create(model="tiny", prompt="ab", temperature=0, max_tokens=8, logprobs=2, stream=True)
     offsets = [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset]
     assert offsets == answer.logprobs.text_offset
 

@@ -158,7 +158,11 @@ def test_an_engine_that_dies_fails_requests_and_health(pair, in_background):
         health = server.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert "ZeroDivisionError" in health.json()["detail"]
-        check_error(server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}), 500, type="server_error")
+        check_error(
+            server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            500,
+            type="server_error",
+        )
         assert server.get("/metrics").status_code == 200
 
 
@@ -190,7 +194,9 @@ def test_a_request_that_fails_in_computing_fails_alone(pair):
 def test_an_unforeseen_error_is_no_secret_and_no_end(pair, monkeypatch):
     with running(pair[0], log_level="error") as server:
         monkeypatch.setattr(server.llm, "encode", lambda *a, **k: 1 / 0)
-        message = check_error(server.post("/tokenize", {"prompt": "x"}), 500, type="server_error", code="internal_error")
+        message = check_error(
+            server.post("/tokenize", {"prompt": "x"}), 500, type="server_error", code="internal_error"
+        )
         assert "division" not in message
         monkeypatch.undo()
         assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
@@ -251,9 +257,7 @@ def test_metrics_count(pair):
         server.post("/v1/completions", BODY | {"prompt": ["abc", "de"], "ignore_eos": True})
         text = server.post("/v1/completions", BODY | {"stream": True, "stop": "\0\0", "ignore_eos": True}).text
         families = {f.name: f for f in text_string_to_metric_families(server.get("/metrics").text)}
-        samples = {
-            (s.name, *sorted(s.labels.items())): s.value for family in families.values() for s in family.samples
-        }
+        samples = {(s.name, *sorted(s.labels.items())): s.value for family in families.values() for s in family.samples}
 
         def value(name, **labels):
             return samples[("sparkgap:" + name, *sorted(labels.items()))]
@@ -269,6 +273,7 @@ def test_metrics_count(pair):
         assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
         drafted = value("spec_decode_num_draft_tokens_total")
         accepted = value("spec_decode_num_accepted_tokens_total")
+        assert value("prefix_cache_queries_total") == 7
         assert drafted == 5 * value("spec_decode_num_drafts_total")
         assert 0 < accepted < drafted
         by_position = [value("spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) for k in range(5)]

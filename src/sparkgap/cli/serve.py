@@ -39,7 +39,7 @@ def serve(
     """
     use_utf8_output()
     settings = server.settings()
-    engine_config = engine.config()
+    engine_config = server.engine_config(engine)
     if dry_run:
         write_text(configuration_text(context))
         return

@@ -4,13 +4,14 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparkgap.cli.options import parse_bytes
+from sparkgap.cli.options import EngineOptions, parse_bytes
+from sparkgap.config import EngineConfig
 from sparkgap.errors import ConfigError
 from sparkgap.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
 
@@ -110,6 +111,12 @@ class ServeOptions:
     max_connections: Annotated[int, _limit("--max-connections", help="Most open connections.")] = (
         ServerSettings.max_connections
     )
+    max_num_batched_tokens: Annotated[
+        int, _limit("--max-num-batched-tokens", help="Most prompt tokens that are computed at once.")
+    ] = EngineConfig.max_num_batched_tokens
+    no_enable_prefix_caching: Annotated[
+        bool, _limit("--no-enable-prefix-caching", help="Compute all of a prompt, also where its KV is there already.")
+    ] = False
     request_timeout: Annotated[
         float,
         _limit("--request-timeout", metavar="SECONDS", help="Longest time for a request, waiting included; 0: none."),
@@ -128,6 +135,14 @@ class ServeOptions:
         float,
         _limit("--drain-timeout", metavar="SECONDS", help="Longest time to finish requests after SIGTERM; 0: no end."),
     ] = 0.0
+
+    def engine_config(self, engine: EngineOptions) -> EngineConfig:
+        """The engine's configuration. Raises ConfigError."""
+        return replace(
+            engine.config(),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=not self.no_enable_prefix_caching,
+        )
 
     def settings(self) -> ServerSettings:
         """The server's settings. Raises ConfigError."""

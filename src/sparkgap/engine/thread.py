@@ -11,7 +11,7 @@ from contextlib import suppress
 from sparkgap.engine.engine import Engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
-from sparkgap.errors import EngineClosedError, EngineDeadError
+from sparkgap.errors import EngineClosedError, EngineDeadError, SparkgapError
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class EngineThread:
     Args:
         engine: nobody else may use it, but for `make_request`.
         deliver: given the outputs of each step, in the engine's thread.
+        refuse: given the id of a request that the engine does not take, and why, in the engine's thread.
         fail: told why, in the engine's thread, when the engine can go on no more.
 
     Attributes:
@@ -35,11 +36,13 @@ class EngineThread:
         engine: Engine,
         *,
         deliver: Callable[[Seq[RequestOutput]], None],
+        refuse: Callable[[str, SparkgapError], None],
         fail: Callable[[EngineDeadError], None],
     ) -> None:
         self.error: EngineDeadError | None = None
         self._engine = engine
         self._deliver = deliver
+        self._refuse = refuse
         self._fail = fail
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
@@ -58,7 +61,10 @@ class EngineThread:
         """
 
         def command(engine: Engine) -> Seq[RequestOutput]:
-            engine.add(request)
+            try:
+                engine.add(request)
+            except SparkgapError as error:
+                self._refuse(request.request_id, error)
             return ()
 
         self._send(command)
@@ -137,11 +143,10 @@ class EngineThread:
     def _step(self) -> None:
         if not self._engine.has_unfinished_requests():
             return
-        counters = self._engine.counters
-        before = counters.prompt_tokens + counters.generation_tokens
+        before_s = self._engine.stats.last_progress_s
         outputs = self._engine.step()
         # An output without a token reports a failed request: that, too, is progress.
-        if outputs or counters.prompt_tokens + counters.generation_tokens != before:
+        if outputs or self._engine.stats.last_progress_s != before_s:
             self._progress_s = time.monotonic()
         if outputs:
             self._deliver(outputs)

@@ -24,12 +24,19 @@ class ErrorAnswer(_Answer):
     error: ErrorDetail
 
 
+class PromptTokensDetails(_Answer):
+    """Tokens of the prompts whose KV was there already."""
+
+    cached_tokens: int
+
+
 class UsageAnswer(_Answer):
     """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 FinishReason = Literal["stop", "length"]

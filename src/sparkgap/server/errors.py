@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from sparkgap.errors import EngineClosedError, EngineError, SparkgapError
+from sparkgap.errors import EngineClosedError, EngineError, QueueFullError, SparkgapError
 
 _LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 _TELLING = ("json_invalid", "literal_error", "extra_forbidden", "unsupported_parameter")
@@ -78,6 +78,8 @@ def from_sparkgap(error: SparkgapError, fields: Sequence[str] = ()) -> ApiError:
     message = " ".join(str(error).split())
     if isinstance(error, EngineClosedError):
         return unavailable(message, "shutting_down")
+    if isinstance(error, QueueFullError):
+        return queue_full(message, 1)
     if isinstance(error, EngineError):
         return ApiError(500, message, type="server_error", code="engine_error")
     first = message.split(" ", 1)[0]
@@ -123,6 +125,12 @@ def _path(place: Sequence[str | int]) -> str | None:
 def internal_error() -> ApiError:
     """Something happened that should not; what it was is for the log."""
     return ApiError(500, "internal error; the server's log has more", type="server_error", code="internal_error")
+
+
+def queue_full(message: str, retry_after_s: int) -> ApiError:
+    """More requests wait than may (429)."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:

@@ -126,6 +126,7 @@ class Answering:
             return
         reasons = [completion.finish_reason or "abort" for completion in output.outputs]
         self._usage.completion_tokens += metrics.completion_tokens
+        self._usage.cached_tokens += metrics.num_cached_tokens
         self._log.fields["completion_tokens"] = self._usage.completion_tokens
         self._log.fields["finish_reason"] = reasons[0]
         if metrics.draft_rounds:

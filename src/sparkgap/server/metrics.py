@@ -112,31 +112,37 @@ class _EngineCollector:
 
 
 def _engine_metrics(llm: AsyncLLM) -> Iterator[Metric]:
-    yield _gauge("num_requests_running", "Sequences that have KV blocks.", llm.num_running_seqs)
-    yield _gauge("num_requests_waiting", "Sequences that wait for KV blocks or a place.", llm.num_waiting_seqs)
-    yield _gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 1 is all.", llm.kv_cache_usage)
-    counters = llm.counters
-    yield _counter("num_preemptions", "Sequences that gave up their KV blocks.", counters.preemptions)
-    yield _counter("prompt_tokens", "Prompt tokens computed.", counters.prompt_tokens)
-    yield _counter("generation_tokens", "Output tokens.", counters.generation_tokens)
+    stats = llm.stats
+    num_waiting = max(llm.num_unfinished_seqs - stats.num_running_sequences, 0)
+    yield _gauge("num_requests_running", "Sequences that have KV blocks.", stats.num_running_sequences)
+    yield _gauge(
+        "num_requests_waiting", "Sequences without KV blocks.", llm.num_unfinished_seqs - stats.num_running_sequences
+    )
+    yield _gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 1 is all.", stats.kv_cache_usage)
+    yield _counter("num_preemptions", "Sequences that gave up their KV blocks.", stats.num_preemptions)
+    yield _counter("prompt_tokens", "Prompt tokens of requests that got a token.", stats.num_prompt_tokens)
+    yield _counter("generation_tokens", "Output tokens.", stats.num_generated_tokens)
+    yield _counter("prefix_cache_queries", "Tokens looked for in the KV cache.", stats.prefix_cache_queried_tokens)
+    yield _counter("prefix_cache_hits", "Tokens found there, and not computed.", stats.prefix_cache_hit_tokens)
+    yield _counter("decode_rounds", "Decode rounds, over all sequences together.", stats.num_decode_rounds)
+    yield _counter("prefill_passes", "Passes over prompts.", stats.num_prefill_passes)
 
 
 def _speculation_metrics(llm: AsyncLLM) -> Iterator[Metric]:
-    counts = llm.counters.speculation
-    verified, accepted = dict(counts.verified), dict(counts.accepted)
-    yield _counter("spec_decode_num_drafts", "Rounds that verified draft tokens.", counts.rounds)
-    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", sum(verified.values()))
-    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", sum(accepted.values()))
+    stats = llm.stats
+    yield _counter("spec_decode_num_drafts", "Rounds that verified draft tokens.", stats.num_draft_rounds)
+    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens)
+    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens)
     by_position = CounterMetricFamily(
         f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a position.", labels=["position"]
     )
-    for position in sorted(verified):
-        by_position.add_metric([str(position)], accepted.get(position, 0))
+    for position, number in enumerate(stats.accepted_by_position):
+        by_position.add_metric([str(position)], number)
     yield by_position
     plain = CounterMetricFamily(
         f"{_PREFIX}spec_decode_num_plain_rounds", "Rounds of a speculating engine without a draft.", labels=["reason"]
     )
-    for reason, number in dict(counts.not_speculated).items():
+    for reason, number in stats.num_not_speculated.items():
         plain.add_metric([reason], number)
     yield plain
 

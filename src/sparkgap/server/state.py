@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sparkgap.async_llm import AsyncLLM
-from sparkgap.server.errors import ApiError, unavailable
+from sparkgap.server.errors import ApiError, queue_full, unavailable
 from sparkgap.server.settings import ServerSettings
 
 _LONGEST_RETRY_AFTER_S = 60
@@ -147,13 +147,8 @@ class ServerState:
         if unfinished + num_sequences > running + waiting:
             wait_s = math.ceil(self._mean_latency_s * max(unfinished / running - 1, 0.5))
             retry_after_s = min(max(wait_s, 1), _LONGEST_RETRY_AFTER_S)
-            raise ApiError(
-                429,
-                f"the queue is full: {unfinished} sequences run or wait; try again in {retry_after_s} s",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": str(retry_after_s)},
-            )
+            message = f"the queue is full: {unfinished} sequences run or wait; try again in {retry_after_s} s"
+            raise queue_full(message, retry_after_s)
 
     def note_latency(self, latency_s: float) -> None:
         """A request took so long; the time to try again is guessed from it."""
