@@ -86,7 +86,7 @@ def test_the_api_key_is_not_shown(sparkgap: Run, monkeypatch: pytest.MonkeyPatch
         ("zzzzz = 1", "unknown key 'zzzzz'; there are "),
         ("dry-run = true", "unknown key 'dry-run'"),
         ("port = ", "not valid TOML"),
-        ("port = 1.5", "1.5"),
+        ("port = 1.5", "Invalid value for '--port'"),
         ("port = 2020-01-01", "port must be text, a number"),
         ("port = [1]", "port must be text, a number"),
         ("port = 70000", "port must be from 0 to 65535"),

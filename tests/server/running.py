@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from sparkgap.api import LLM
+from sparkgap.errors import SparkgapError
 from sparkgap.server.listener import bind
 from sparkgap.server.run import ServerProcess
 from sparkgap.server.settings import ServerSettings
@@ -53,7 +54,7 @@ class Running:
     def _run(self):
         try:
             asyncio.run(self.process.run())
-        except Exception as error:
+        except SparkgapError as error:
             self.error = error
 
     @property

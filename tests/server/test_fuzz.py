@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI document, and mutations of them: no 5xx, no hang, and exact afterwards."""
+"""Requests made from the server's own OpenAPI document, and raw bytes: no 5xx, no hang, and exact afterwards."""
 
 import httpx
 import pytest

@@ -8,6 +8,48 @@ from sparkgap.server.requests import ChatBody, CompletionBody
 
 from .running import check_error
 
+_USED = {
+    "model",
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "stop",
+    "max_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stream",
+    "stream_options",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "speculation",
+    "messages",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "prompt",
+    "echo",
+    "best_of",
+    "add_special_tokens",
+}
+_IGNORED = {
+    "user",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "prediction",
+    "parallel_tool_calls",
+}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -151,17 +193,7 @@ def test_what_does_not_fit_the_model(server, path, body, param):
 
 def test_no_field_has_two_meanings():
     """Every field of a request is used, refused, or one that OpenAI's servers need and answers do not depend on."""
-    used = {
-        *"model temperature top_p n seed stop max_tokens presence_penalty frequency_penalty logit_bias stream".split(),
-        *"stream_options top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output".split(),
-        *"ignore_eos skip_special_tokens speculation messages max_completion_tokens logprobs top_logprobs".split(),
-        *"add_generation_prompt chat_template_kwargs prompt echo best_of add_special_tokens".split(),
-    }
-    ignored = {
-        *"user metadata prompt_cache_key prompt_cache_retention safety_identifier prediction".split(),
-        "parallel_tool_calls",
-    }
     for model in (ChatBody, CompletionBody):
         for name, field in model.model_fields.items():
             refuses = isinstance(field.json_schema_extra, dict) and "enum" in field.json_schema_extra
-            assert [name in used, name in ignored, refuses].count(True) == 1, name
+            assert [name in _USED, name in _IGNORED, refuses].count(True) == 1, name

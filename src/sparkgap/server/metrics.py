@@ -115,9 +115,7 @@ def _engine_metrics(llm: AsyncLLM) -> Iterator[Metric]:
     stats = llm.stats
     num_waiting = max(llm.num_unfinished_seqs - stats.num_running_sequences, 0)
     yield _gauge("num_requests_running", "Sequences that have KV blocks.", stats.num_running_sequences)
-    yield _gauge(
-        "num_requests_waiting", "Sequences without KV blocks.", llm.num_unfinished_seqs - stats.num_running_sequences
-    )
+    yield _gauge("num_requests_waiting", "Sequences without KV blocks.", num_waiting)
     yield _gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 1 is all.", stats.kv_cache_usage)
     yield _counter("num_preemptions", "Sequences that gave up their KV blocks.", stats.num_preemptions)
     yield _counter("prompt_tokens", "Prompt tokens of requests that got a token.", stats.num_prompt_tokens)
