@@ -131,9 +131,9 @@ def test_the_document_has_every_option() -> None:
     for parameter in command.params:
         name = parameter.opts[0]
         if name in defaults:
-            shown = {None: "none", False: "off", "": "none"}.get(parameter.default, str(parameter.default))
-            given = defaults[name].strip("`")
-            assert given == shown or (isinstance(parameter.default, float) and float(given) == parameter.default), name
+            default = parameter.default
+            shown = "none" if default is None else "off" if default is False else str(default)
+            assert defaults[name] == (shown.removesuffix(".0") if isinstance(default, float) else shown), name
 
 
 def test_help_needs_no_http_library() -> None:
@@ -145,3 +145,11 @@ def test_help_needs_no_http_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (0, "set()")
+
+
+def test_a_model_that_is_not_there(sparkgap: Run, tmp_path: Path, plain_logging: None) -> None:
+    result = sparkgap("serve", "--port", "0", "--model", str(tmp_path / "none"), "--log-level", "error")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("sparkgap: error: ")
+    assert "none" in result.err
+    assert result.err.count("\n") == 1

@@ -126,7 +126,7 @@ def test_a_reader_that_reads_nothing_is_dropped(pair):
         connection.connect(("127.0.0.1", server.port))
         # Log-probabilities of many choices make more text than the system keeps for a reader.
         messages = [{"role": "user", "content": "x"}]
-        body = {"messages": messages, "n": 10, "max_tokens": 60, "logprobs": True, "top_logprobs": 20, "stream": True}
+        body = {"messages": messages, "n": 4, "max_tokens": 40, "logprobs": True, "top_logprobs": 20, "stream": True}
         data = json.dumps(body | {"ignore_eos": True}).encode()
         connection.sendall(head(len(data), path="/v1/chat/completions") + data)
         wait_until(lambda: server.llm.stats.num_generated_tokens > 0)

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sparkgap.api import LLM
 from sparkgap.errors import ConfigError
 from sparkgap.server.listener import bind
+from sparkgap.server.logs import configure_logging
 from sparkgap.server.settings import ServerSettings
 
 from .running import ENGINE, Running, check_error, events, running, wait_until
@@ -294,40 +295,28 @@ def test_metrics_count(pair):
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 @pytest.mark.parametrize("log_prompts", [False, True])
-def test_logs_are_structured_and_discreet(pair, capfd, log_format, log_prompts):
-    import logging
-
-    root = logging.getLogger()
-    before = (root.handlers[:], root.level)
-    from sparkgap.server.logs import configure_logging
-
-    try:
-        settings = {"log_format": log_format, "log_prompts": log_prompts, "log_level": "info"}
-        configure_logging(ServerSettings(**settings))
-        with running(pair[0], **settings) as server:
-            chat = {"messages": [{"role": "user", "content": "my secret"}], "temperature": 0, "max_tokens": 4}
-            answer = server.post("/v1/chat/completions", chat, headers={"X-Request-Id": "mine"}).json()
-            server.post("/v1/completions", BODY | {"prompt": "my secret", "stream": True})
-            server.post("/v1/completions", BODY | {"prompt": 5, "user": "my secret"})
-            server.get("/v1/%0aINFO%20forged")
-        lines = [line for line in capfd.readouterr().err.splitlines() if "request_id" in line]
-        assert len(lines) == 4
-        assert any("my secret" in line for line in lines) == log_prompts
-        if log_format == "text":
-            assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z info +request request_id=", line) for line in lines)
-            return
-        facts = [json.loads(line) for line in lines]
-        assert facts[0]["request_id"] == "mine"
-        assert (facts[0]["status"], facts[0]["completion_tokens"]) == (200, 4)
-        assert [entry["status"] for entry in facts] == [200, 200, 400, 404]
-        assert {"time", "level", "event", "duration_ms", "client", "path", "ttft_ms"} <= set(facts[0])
-        if log_prompts:
-            assert facts[0]["answer_0"] == answer["choices"][0]["message"]["content"]
-    finally:
-        root.handlers[:], level = before
-        root.setLevel(level)
-        logging.getLogger("sparkgap").setLevel(logging.NOTSET)
-        logging.getLogger("uvicorn").setLevel(logging.NOTSET)
+def test_logs_are_structured_and_discreet(pair, capfd, plain_logging, log_format, log_prompts):
+    settings = {"log_format": log_format, "log_prompts": log_prompts, "log_level": "info"}
+    configure_logging(ServerSettings(**settings))
+    with running(pair[0], **settings) as server:
+        chat = {"messages": [{"role": "user", "content": "my secret"}], "temperature": 0, "max_tokens": 4}
+        answer = server.post("/v1/chat/completions", chat, headers={"X-Request-Id": "mine"}).json()
+        server.post("/v1/completions", BODY | {"prompt": "my secret", "stream": True})
+        server.post("/v1/completions", BODY | {"prompt": 5, "user": "my secret"})
+        server.get("/v1/%0aINFO%20forged")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "request_id" in line]
+    assert len(lines) == 4
+    assert any("my secret" in line for line in lines) == log_prompts
+    if log_format == "text":
+        assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z info +request request_id=", line) for line in lines)
+        return
+    facts = [json.loads(line) for line in lines]
+    assert facts[0]["request_id"] == "mine"
+    assert (facts[0]["status"], facts[0]["completion_tokens"]) == (200, 4)
+    assert [entry["status"] for entry in facts] == [200, 200, 400, 404]
+    assert {"time", "level", "event", "duration_ms", "client", "path", "ttft_ms"} <= set(facts[0])
+    if log_prompts:
+        assert facts[0]["answer_0"] == answer["choices"][0]["message"]["content"]
 
 
 def test_addresses_that_cannot_be_listened_on():

@@ -106,11 +106,3 @@ def test_signals_restarts_and_the_port(pair, llm, tmp_path):
         assert results == [(texts, True), (texts, True)]
     finally:
         server.kill()
-
-
-def test_a_model_that_is_not_there(tmp_path):
-    server = Process("--model", tmp_path / "none", wait=False)
-    assert server.wait() == 2
-    assert [line for line in server.lines if "error" in line] == server.lines[-1:]
-    assert server.lines[-1].startswith("sparkgap: error: ")
-    assert "none" in server.lines[-1]
