@@ -145,7 +145,7 @@ class ServerProcess:
         write_event(logging.INFO, "ready", url=url, model=state.model_name)
         if self._settings.api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             write_event(
-                logging.WARNING, "everybody who can reach this address may use the model: there is no --api-key"
+                logging.WARNING, "there is no --api-key: everybody who can reach this address may use it"
             )
 
     async def _drain(self, state: ServerState) -> None:
