@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from sparkgap.api import LLM
 from sparkgap.async_llm import AsyncLLM
@@ -42,7 +43,7 @@ def serve(settings: ServerSettings, listener: socket.socket, load: Callable[[], 
     try:
         configure_logging(settings)
         _raise_file_limit()
-        status = asyncio.run(ServerProcess(settings, listener, load).run())
+        status = ServerProcess(settings, listener, load).serve()
     finally:
         listener.close()
     if status is not None:
@@ -72,6 +73,12 @@ class ServerProcess:
         self._load = load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_asked: asyncio.Event | None = None
+
+    def serve(self) -> int | None:
+        """Run, in an event loop of its own; see `run`."""
+        # uvloop where it is installed, whose wake-ups take half of the time.
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            return runner.run(self.run())
 
     def stop(self) -> None:
         """Do what the first signal does; may be called from any thread while it runs."""
@@ -144,9 +151,7 @@ class ServerProcess:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         write_event(logging.INFO, "ready", url=url, model=state.model_name)
         if self._settings.api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            write_event(
-                logging.WARNING, "there is no --api-key: everybody who can reach this address may use it"
-            )
+            write_event(logging.WARNING, "there is no --api-key: everybody who can reach this address may use it")
 
     async def _drain(self, state: ServerState) -> None:
         state.drain()
