@@ -21,7 +21,8 @@ from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
-from sparkgap.engine.scoring import next_token_probabilities
+from sparkgap.engine.scoring import hidden_states, next_token_probabilities
+from sparkgap.engine.stats import EngineStats
 from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
@@ -169,6 +170,28 @@ class LLM:
         with self._lock:
             return time_phases(self._loaded, context_tokens, accepted_rows)
 
+    def hidden_states(self, token_ids: Seq[int]) -> Tensor:
+        """What `logits` takes, of each token of a text, computed in one pass beside the engine.
+
+        Returns:
+            `[tokens, hidden_size]`.
+
+        Raises:
+            PromptError: no tokens, more than `max_model_len`, or one outside the vocabulary.
+        """
+        limits = self._engine.model
+        if not 0 < len(token_ids) <= limits.max_model_len:
+            raise PromptError(f"a text of {len(token_ids)} tokens must have 1 to {limits.max_model_len}")
+        if not all(0 <= token_id < limits.vocab_size for token_id in token_ids):
+            raise PromptError(f"a text has a token id outside the vocabulary of {limits.vocab_size} tokens")
+        with self._lock:
+            return hidden_states(self._loaded.target, list(token_ids))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the token after each of `hidden_states`' rows: float32 `[rows, vocab]`."""
+        with self._lock, torch.inference_mode():
+            return self._loaded.target.logits(hidden)
+
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
         loaded, target = self._loaded, self._loaded.target
@@ -209,6 +232,11 @@ class LLM:
         """
         with self._lock:
             return self._loaded.graph_counters.report()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds: a snapshot, which waits for no step."""
+        return self._engine.stats
 
     def _graphs_info(self) -> dict[str, Any] | None:
         passes, counters = self._loaded.passes, self._loaded.graph_counters
