@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparkgap.catalog.identity import TargetIdentity, read_identity
 from sparkgap.catalog.keys import LARGEST_INTEGER, Keys, shown
+from sparkgap.config import is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 DraftMethod = Literal["dspark", "dflash"]
@@ -25,11 +27,15 @@ _LARGEST_BLOCK = 1024
 _MOST_LAYERS = 1000
 """Far above any drafter; damaged numbers must not cost memory."""
 
+OWN_KEY = "sparkgap"
+"""Key of config.json for what no other engine writes; others ignore it."""
+
 _HEAD_KEYS = frozenset(
     {
         "architectures", "auto_map", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers",
         "target_hidden_size", "num_anchors", "draft_vocab_size", "sample_from_anchor", "markov_rank",
         "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "dflash_config", "is_causal",
+        OWN_KEY, "speculators_config",
     }
 )  # fmt: skip
 """Top-level keys of a DeepSpec config that are not the transformer's."""
@@ -73,6 +79,11 @@ class DrafterSettings:
         confidence_head: whether the checkpoint has one.
         confidence_head_with_markov: whether its input has the embedding of the token before.
         num_target_layers: layers of the target it was trained for, when the checkpoint says so.
+        default_speculative_tokens: draft tokens a round unless the user says otherwise, where that is not a whole
+            block: `speculative_tokens` of the first proposal method in the speculators format, as in vLLM.
+        confidence_temperatures: what the logit of each draft token's confidence is divided by, one for each token of a
+            block; empty without calibration.
+        made_for: the target it was trained for, when the checkpoint says so.
     """
 
     method: DraftMethod
@@ -90,6 +101,14 @@ class DrafterSettings:
     confidence_head: bool = False
     confidence_head_with_markov: bool = False
     num_target_layers: int | None = None
+    default_speculative_tokens: int | None = None
+    confidence_temperatures: tuple[float, ...] = ()
+    made_for: TargetIdentity | None = None
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """Most tokens one block predicts."""
+        return self.block_size - (0 if self.sample_from_anchor else 1)
 
 
 def parse_method(method: object, name: str) -> DraftMethod:
@@ -166,12 +185,39 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
 def _layout_from_proposals(config: Mapping[str, Any], name: str, block_size: int, method: DraftMethod) -> bool:
     """Whether the anchor predicts, for checkpoints written before the format had a key for it: as many
     speculative tokens as block rows mean that it does, one fewer that it does not."""
-    proposals = (_keys(config, name).mapping("speculators_config") or {}).get("proposal_methods")
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    tokens = _proposed_tokens(config, name)
     if tokens in (block_size, block_size - 1):
         return bool(tokens == block_size)
     return method == "dspark"
+
+
+def _proposed_tokens(config: Mapping[str, Any], name: str) -> object:
+    """`speculative_tokens` of the first proposal method."""
+    proposals = (_keys(config, name).mapping("speculators_config") or {}).get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+
+
+def _default_tokens(config: Mapping[str, Any], name: str, most: int) -> int | None:
+    """Draft tokens a round that the checkpoint asks for; None where that is a whole block, or nothing usable."""
+    tokens = _proposed_tokens(config, name)
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens < most else None
+
+
+def _confidence_temperatures(own: Mapping[str, Any], name: str, tokens: int) -> tuple[float, ...]:
+    values = own.get("confidence_temperatures")
+    if values is None:
+        return ()
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) != tokens
+        or not all(is_finite(value) and value > 0 for value in values)
+    ):
+        raise CheckpointError(
+            f"drafter {name}: confidence_temperatures must be {tokens} numbers above 0, one for each token of a "
+            f"block, got {shown(values)}"
+        )
+    return tuple(float(value) for value in values)
 
 
 def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
@@ -244,6 +290,11 @@ def _settings(
         raise CheckpointError(
             f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
         )
+    max_tokens = block_size - (0 if sample_from_anchor else 1)
+    own = keys.mapping(OWN_KEY) or {}
+    made_for = own.get("target")
+    if made_for is not None and not isinstance(made_for, Mapping):
+        raise CheckpointError(f"drafter {name}: {OWN_KEY}.target must be an object, got {shown(made_for)}")
     return DrafterSettings(
         method=method,
         transformer=dict(transformer),
@@ -260,11 +311,19 @@ def _settings(
         confidence_head=confidence_head,
         confidence_head_with_markov=with_markov,
         num_target_layers=keys.optional_integer("num_target_layers"),
+        default_speculative_tokens=_default_tokens(config, name, max_tokens),
+        confidence_temperatures=_confidence_temperatures(own, name, max_tokens) if confidence_head else (),
+        made_for=None if made_for is None else read_identity(made_for, _label(name, f"{OWN_KEY}.target.{{key}}")),
     )
 
 
 def _keys(config: Mapping[str, Any], name: str) -> Keys:
-    return Keys(config, f"drafter {name.replace('{', '{{').replace('}', '}}')}: {{key}}")
+    return Keys(config, _label(name, "{key}"))
+
+
+def _label(name: str, key: str) -> str:
+    """How messages name a key, with `{key}` in `key` for it."""
+    return f"drafter {name.replace('{', '{{').replace('}', '}}')}: {key}"
 
 
 def _integer(config: Mapping[str, Any], key: str, name: str, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:

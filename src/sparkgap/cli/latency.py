@@ -92,7 +92,9 @@ def latency(
     }
     report = _report(plain, columns, turns, encoded, machine, settings)
     if speculative is None:
-        reason = "--no-speculation" if engine.no_speculation else "no drafter was named; give --draft DIR"
+        reason = "no drafter was named, and none comes with Sparkgap for this model; give --draft DIR"
+        if engine.no_speculation:
+            reason = "--no-speculation"
         report.notes.append(f"speculation was not measured: {reason}")
     if as_json:
         print_json(report.to_json())

@@ -44,6 +44,7 @@ class LoadedEngine:
         quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
         passes: what computes the rounds' passes.
+        drafter_note: what a user should know of a drafter that comes with Sparkgap; None for nothing.
     """
 
     engine: Engine
@@ -54,6 +55,7 @@ class LoadedEngine:
     quantization: Quantization | None
     speculation: ChosenDrafter | None
     passes: Passes
+    drafter_note: str | None = None
 
     @property
     def graph_counters(self) -> GraphCounters:
@@ -103,7 +105,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
             device=device,
             max_model_len=max_model_len,
         )
-        chosen = choose_drafter(config, target, dtype, max_model_len, progress)
+        drafter_choice = choose_drafter(config, checkpoint, target, dtype, max_model_len, progress)
+        chosen = drafter_choice.chosen
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
@@ -118,7 +121,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = SpeculativeRunner(target, caches, sampler, speculation, passes)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes, drafter_choice.note)
 
 
 def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:

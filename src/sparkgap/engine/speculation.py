@@ -1,15 +1,20 @@
 """From settings to a drafter: which one, and whether it fits."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
+from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.drafters import DrafterCheckpoint, open_drafter
 from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.shipped import match_shipped
 from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,35 +32,61 @@ class ChosenDrafter:
     config: SpeculativeConfig
 
 
+@dataclass(frozen=True)
+class DrafterChoice:
+    """Which drafter an engine has.
+
+    Attributes:
+        chosen: the drafter; None for plain decoding.
+        note: what a user should know of a shipped drafter: why it is not used, or that it was made for another
+            precision of the target. None when there is nothing to say.
+    """
+
+    chosen: ChosenDrafter | None = None
+    note: str | None = None
+
+
 def choose_drafter(
     config: EngineConfig,
+    checkpoint: Checkpoint,
     target: Decoder,
     dtype: torch.dtype,
     max_model_len: int,
     progress: ProgressReporter | None = None,
-) -> ChosenDrafter | None:
-    """The drafter that `config` names, None when it names none or speculation is off.
+) -> DrafterChoice:
+    """The drafter that `config` names, else the one that comes with Sparkgap for this target, if there is one.
 
     Raises:
-        ConfigError: speculation is configured without a drafter; the drafter is of another method, or was trained
-            for fewer tokens than wanted.
+        ConfigError: speculation is configured without a drafter, and none comes with Sparkgap; the drafter is of
+            another method, or was trained for fewer tokens than wanted.
         ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the drafter cannot be had or does
             not fit the target.
     """
-    wanted = config.speculative_config
-    if not config.speculation or wanted is None:
-        return None
-    if wanted.model is None:
-        raise ConfigError(
-            "speculation needs a drafter: name one with --draft DIR (in Python: speculative_config={'model': DIR}), "
-            "or train one with `sparkgap train`"
-        )
-    checkpoint = open_drafter(wanted.model, allow_download=config.allow_download, progress=progress)
-    _check_method(wanted, checkpoint)
-    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, dtype, max_model_len)
-    number = wanted.num_speculative_tokens or drafter.config.max_speculative_tokens
+    if not config.speculation:
+        return DrafterChoice()
+    wanted = config.speculative_config or SpeculativeConfig()
+    note = None
+    if wanted.model is not None:
+        draft_model = open_drafter(wanted.model, allow_download=config.allow_download, progress=progress)
+    else:
+        match = match_shipped(checkpoint)
+        note = match.note
+        if match.drafter is None and config.speculative_config is not None:
+            raise ConfigError(
+                f"speculation needs a drafter: {note or 'none comes with Sparkgap for this model'}; name one with "
+                "--draft DIR (in Python: speculative_config={'model': DIR}), or train one with `sparkgap train`"
+            )
+        if note is not None:
+            _logger.warning("%s", note)
+        if match.drafter is None:
+            return DrafterChoice(note=note)
+        draft_model = match.drafter.open()
+    _check_method(wanted, draft_model)
+    drafter = Drafter.from_checkpoint(draft_model, target, target.kernels, dtype, max_model_len)
+    by_default = draft_model.settings.default_speculative_tokens or drafter.config.max_speculative_tokens
+    number = wanted.num_speculative_tokens or by_default
     drafter.config.block_rows(number)
-    return ChosenDrafter(drafter, number, wanted)
+    return DrafterChoice(ChosenDrafter(drafter, number, wanted), note)
 
 
 def _check_method(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> None:
