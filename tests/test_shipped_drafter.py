@@ -85,9 +85,9 @@ def test_it_is_used_by_default(model, drafter):
 def test_settings_without_a_model_take_it(model, drafter, tmp_path):
     config = {"method": "dspark", "num_speculative_tokens": 4}
     assert speculation(model, speculative_config=config)["num_speculative_tokens"] == 4
-    with pytest.raises(ConfigError, match="from 1 to 5.*got 7"):
+    with pytest.raises(ConfigError, match=r"from 1 to 5.*got 7"):
         speculation(model, speculative_config={"num_speculative_tokens": 7})
-    with pytest.raises(ConfigError, match="method is dflash, and drafter tiny \\(shipped\\) is dspark"):
+    with pytest.raises(ConfigError, match=r"method is dflash, and drafter tiny \(shipped\) is dspark"):
         speculation(model, speculative_config={"method": "dflash"})
     named = write_random_drafter(tmp_path / "named")
     assert speculation(model, speculative_config={"model": str(named)})["drafter"] == str(named)

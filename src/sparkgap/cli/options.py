@@ -113,7 +113,7 @@ class EngineOptions:
     draft: Annotated[
         str | None,
         _engine(
-            "--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one, if any."
+            "--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."
         ),
     ] = None
     num_speculative_tokens: Annotated[

@@ -86,6 +86,7 @@ class _Loader:
         self.kernels = kernels
         self.dtype = dtype
         self.ids = target_ids(checkpoint)
+        self.temperatures = checkpoint.settings.confidence_temperatures
 
     def weights(self) -> DrafterWeights:
         layers = range(self.config.backbone.num_layers)
@@ -99,7 +100,9 @@ class _Loader:
             context_fc=self.linear("fc", bias=False, quantize=False),
             context_norm=self.stacked("hidden_norm.weight"),
             context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
-            heads=load_heads(self.config, self.source, self.kernels, self.dtype, self.target.device, self.ids),
+            heads=load_heads(
+                self.config, self.source, self.kernels, self.dtype, self.target.device, self.ids
+            ).with_temperatures(self.temperatures),
             num_parameters=self.num_parameters(),
         )
 

@@ -123,7 +123,8 @@ def propose(
     previous = anchors
     token_ids, logits, confidences = [], [], []
     for number in range(draft.base_logits.shape[1]):
-        step = kernels.draft_step(draft.base_logits[:, number], draft.hidden[:, number], previous, state, heads)
+        place = heads.at(number)
+        step = kernels.draft_step(draft.base_logits[:, number], draft.hidden[:, number], previous, state, place)
         draft_ids = pick(number, step.logits)
         previous = draft_ids if heads.target_ids is None else heads.target_ids[draft_ids]
         state = step.state
