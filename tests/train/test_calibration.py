@@ -8,13 +8,16 @@ from sparkgap.train.calibration import (
     calibrate,
     confidence_rounds,
     expected_calibration_error,
-    fit_temperatures,
+    fit_scaling,
     survival_errors,
 )
 from sparkgap.train.evaluate import ServedAnswer, acceptance, round_starts
 
-DISTORTIONS = (0.5, 2.0, 3.0)
-"""What the logits of each place were multiplied by; the temperatures undo it."""
+DISTORTIONS = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+SHIFTS = torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64)
+"""What the logits of each place were multiplied by, and what was added then."""
+
+PLAIN = [(1.0, 0.0)] * 3
 
 
 def distorted(rounds, seed):
@@ -22,23 +25,32 @@ def distorted(rounds, seed):
     generator = torch.Generator().manual_seed(seed)
     true = 1.5 * torch.randn(rounds, 3, generator=generator, dtype=torch.float64) + 0.5
     survived = torch.rand(rounds, 3, generator=generator, dtype=torch.float64) < true.sigmoid()
-    return true * torch.tensor(DISTORTIONS, dtype=torch.float64), survived.long().cumprod(1).sum(1)
+    return true * DISTORTIONS + SHIFTS, survived.long().cumprod(1).sum(1)
 
 
-def test_temperatures_undo_a_distortion():
-    rounds = ConfidenceRounds(*distorted(40_000, 1))
-    found = fit_temperatures(rounds)
-    assert found == pytest.approx(DISTORTIONS, rel=0.15)
-    other = ConfidenceRounds(*distorted(40_000, 2))
-    before, after = survival_errors(other, [1.0] * 3), survival_errors(other, found)
-    assert all(error < 0.01 for error in after)
-    assert all(error > 2 * better for error, better in zip(before, after, strict=True))
+def test_scaling_undoes_a_distortion():
+    rounds = ConfidenceRounds(*distorted(8_000, 1))
+    temperatures, offsets = zip(*fit_scaling(rounds), strict=True)
+    assert temperatures == pytest.approx(DISTORTIONS.tolist(), rel=0.25)
+    assert offsets == pytest.approx((-SHIFTS / DISTORTIONS).tolist(), abs=0.25)
+    other = ConfidenceRounds(*distorted(8_000, 2))
+    before, after = (survival_errors(other, scaling) for scaling in (PLAIN, fit_scaling(rounds)))
+    assert all(error < 0.025 for error in after)
+    assert all(error > 1.5 * better for error, better in zip(before, after, strict=True))
 
 
-def test_calibrated_confidences_are_left_alone():
-    logits, lengths = distorted(40_000, 3)
-    rounds = ConfidenceRounds(logits / torch.tensor(DISTORTIONS, dtype=torch.float64), lengths)
-    assert fit_temperatures(rounds) == pytest.approx([1.0] * 3, rel=0.15)
+def test_right_confidences_are_left_alone():
+    logits, lengths = distorted(8_000, 3)
+    temperatures, offsets = zip(*fit_scaling(ConfidenceRounds((logits - SHIFTS) / DISTORTIONS, lengths)), strict=True)
+    assert temperatures == pytest.approx([1.0] * 3, rel=0.25)
+    assert offsets == pytest.approx([0.0] * 3, abs=0.2)
+
+
+def test_few_rounds_change_little():
+    """Where no round reaches, nothing is known of the place."""
+    rounds = ConfidenceRounds(torch.zeros(5, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
+    scaling = fit_scaling(rounds)
+    assert all(0.3 < temperature < 3 and abs(offset) < 2 for temperature, offset in scaling)
 
 
 def test_expected_calibration_error():
@@ -68,24 +80,27 @@ def test_rounds_are_those_of_the_replay_with_whole_blocks():
     assert measured.first_position == pytest.approx(4 / 7)
 
 
-def test_errors_are_measured_on_answers_that_were_not_fitted():
-    given = answers(4, 400)
+def test_errors_are_those_of_answers_that_were_not_fitted():
+    given = answers(4, 100)
     result = calibrate(given, 3)
-    fitted = confidence_rounds(given[::2], 3)
-    assert result.temperatures == fit_temperatures(fitted)
-    assert result.fitted_rounds == len(fitted.lengths)
-    assert result.measured_rounds == len(confidence_rounds(given[1::2], 3).lengths)
+    together, *halves = (confidence_rounds(part, 3) for part in (given, given[::2], given[1::2]))
+    assert list(zip(result.temperatures, result.offsets, strict=True)) == fit_scaling(together)
+    assert result.rounds == len(together.lengths) == sum(len(half.lengths) for half in halves)
+    errors = [survival_errors(halves[i], fit_scaling(halves[1 - i])) for i in (0, 1)]
+    shares = [len(half.lengths) / result.rounds for half in halves]
+    assert result.error_after == pytest.approx([shares[0] * a + shares[1] * b for a, b in zip(*errors, strict=True)])
     assert sum(result.error_after) < 0.5 * sum(result.error_before)
 
 
 def test_what_does_not_help_is_left_out():
-    fitted, measured = answers(5, 50), answers(6, 50)
-    for answer in fitted:
-        answer.confidences.copy_(1 - answer.confidences)
-    for answer in measured:
-        answer.confidences.copy_((answer.confidences.logit() / torch.tensor(DISTORTIONS)).sigmoid())
-    result = calibrate([one for pair in zip(fitted, measured, strict=True) for one in pair], 3)
-    assert result.temperatures == [1.0] * 3
+    """The two halves say the opposite of each other."""
+    both = [answers(seed, 30) for seed in (5, 6)]
+    for half, sign in zip(both, (1, -1), strict=True):
+        for answer in half:
+            right = (answer.confidences.double().logit() - SHIFTS) / DISTORTIONS
+            answer.confidences.copy_((right + sign * 0.5).sigmoid())
+    result = calibrate([one for pair in zip(*both, strict=True) for one in pair], 3)
+    assert (result.temperatures, result.offsets) == ([1.0] * 3, [0.0] * 3)
     assert result.error_after == result.error_before
 
 

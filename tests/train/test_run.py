@@ -159,19 +159,19 @@ def test_the_drafter_says_what_it_was_made_for(whole, tiny_target):
 
 
 def test_calibration_is_written_and_served(settings, quiet, monkeypatch, tiny_target):
-    found = Calibration([0.5, 2.0, 4.0], 10, 10, [0.3] * 3, [0.1] * 3)
+    found = Calibration([0.5, 2.0, 4.0], [0.5, -1.0, 0.0], 10, [0.3] * 3, [0.1] * 3)
     monkeypatch.setattr("sparkgap.train.evaluation_stage.calibrate", lambda *_: found)
     config = settings()
     report = train(config, quiet)
     assert report["confidence_calibration"]["temperatures"] == found.temperatures
     checkpoint = open_drafter(str(config.out))
-    assert checkpoint.settings.confidence_temperatures == (0.5, 2.0, 4.0)
+    assert checkpoint.settings.confidence_scaling == ((0.5, 0.5), (2.0, -1.0), (4.0, 0.0))
     target_files = open_checkpoint(str(tiny_target))
     for kernels in (TorchKernels(), NativeKernels(1, None)):
         target = load_target(
             target_files.config, target_files.weights, kernels=kernels, dtype=torch.float32, device=torch.device("cpu")
         )
-        plain = replace(checkpoint, settings=replace(checkpoint.settings, confidence_temperatures=()))
+        plain = replace(checkpoint, settings=replace(checkpoint.settings, confidence_scaling=()))
         calibrated, uncalibrated = (
             Drafter.from_checkpoint(c, target, kernels, torch.float32) for c in (checkpoint, plain)
         )
@@ -180,7 +180,9 @@ def test_calibration_is_written_and_served(settings, quiet, monkeypatch, tiny_ta
         draft = uncalibrated.draft(anchors, lengths, torch.zeros(2, 1, dtype=torch.int32), caches, 3, 8)
         before = uncalibrated.propose(anchors, draft)
         assert (before.confidences != 0.5).all()
-        expected = (before.confidences.logit() / torch.tensor(found.temperatures)).sigmoid()
+        expected = (
+            before.confidences.logit() / torch.tensor(found.temperatures) + torch.tensor(found.offsets)
+        ).sigmoid()
 
         def largest(_: int, logits: torch.Tensor) -> torch.Tensor:
             return logits.argmax(-1)

@@ -1,5 +1,6 @@
 """What a draft checkpoint says about itself, read from the two formats that exist into one meaning."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,8 +82,8 @@ class DrafterSettings:
         num_target_layers: layers of the target it was trained for, when the checkpoint says so.
         default_speculative_tokens: draft tokens a round unless the user says otherwise, where that is not a whole
             block: `speculative_tokens` of the first proposal method in the speculators format, as in vLLM.
-        confidence_temperatures: what the logit of each draft token's confidence is divided by, one for each token of a
-            block; empty without calibration.
+        confidence_scaling: for each token of a block the temperature that its confidence's logit is divided by and the
+            offset that is then added; empty without calibration.
         made_for: the target it was trained for, when the checkpoint says so.
     """
 
@@ -102,7 +103,7 @@ class DrafterSettings:
     confidence_head_with_markov: bool = False
     num_target_layers: int | None = None
     default_speculative_tokens: int | None = None
-    confidence_temperatures: tuple[float, ...] = ()
+    confidence_scaling: tuple[tuple[float, float], ...] = ()
     made_for: TargetIdentity | None = None
 
     @property
@@ -204,20 +205,23 @@ def _default_tokens(config: Mapping[str, Any], name: str, most: int) -> int | No
     return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens < most else None
 
 
-def _confidence_temperatures(own: Mapping[str, Any], name: str, tokens: int) -> tuple[float, ...]:
-    values = own.get("confidence_temperatures")
+def _confidence_scaling(own: Keys, label: str, tokens: int) -> tuple[tuple[float, float], ...]:
+    values = own.mapping("confidence_calibration")
     if values is None:
         return ()
-    if (
-        not isinstance(values, list | tuple)
-        or len(values) != tokens
-        or not all(is_finite(value) and value > 0 for value in values)
-    ):
-        raise CheckpointError(
-            f"drafter {name}: confidence_temperatures must be {tokens} numbers above 0, one for each token of a "
-            f"block, got {shown(values)}"
-        )
-    return tuple(float(value) for value in values)
+    keys = Keys(values, label)
+    for key in ("temperatures", "offsets"):
+        numbers = values.get(key)
+        above = 0 if key == "temperatures" else -math.inf
+        if (
+            not isinstance(numbers, list | tuple)
+            or len(numbers) != tokens
+            or not all(is_finite(number) and number > above for number in numbers)
+        ):
+            kind = "numbers above 0" if key == "temperatures" else "finite numbers"
+            raise keys.wrong(key, f"{tokens} {kind}, one for each token of a block", numbers)
+    pairs = zip(values["temperatures"], values["offsets"], strict=True)
+    return tuple((float(temperature), float(offset)) for temperature, offset in pairs)
 
 
 def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
@@ -291,10 +295,9 @@ def _settings(
             f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
         )
     max_tokens = block_size - (0 if sample_from_anchor else 1)
-    own = keys.mapping(OWN_KEY) or {}
-    made_for = own.get("target")
-    if made_for is not None and not isinstance(made_for, Mapping):
-        raise CheckpointError(f"drafter {name}: {OWN_KEY}.target must be an object, got {shown(made_for)}")
+    own = Keys(keys.mapping(OWN_KEY) or {}, _label(name, f"{OWN_KEY}.{{key}}"))
+    made_for = own.mapping("target")
+    calibration = _label(name, f"{OWN_KEY}.confidence_calibration.{{key}}")
     return DrafterSettings(
         method=method,
         transformer=dict(transformer),
@@ -312,7 +315,7 @@ def _settings(
         confidence_head_with_markov=with_markov,
         num_target_layers=keys.optional_integer("num_target_layers"),
         default_speculative_tokens=_default_tokens(config, name, max_tokens),
-        confidence_temperatures=_confidence_temperatures(own, name, max_tokens) if confidence_head else (),
+        confidence_scaling=_confidence_scaling(own, calibration, max_tokens) if confidence_head else (),
         made_for=None if made_for is None else read_identity(made_for, _label(name, f"{OWN_KEY}.target.{{key}}")),
     )
 

@@ -95,9 +95,7 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
             shapes.pop(key, None)
     if settings.confidence_head and not any(key.startswith("confidence_head.") for key in shapes):
         # Exports for serving may leave out a head that vLLM does not need; the draft tokens are the same.
-        settings = replace(
-            settings, confidence_head=False, confidence_head_with_markov=False, confidence_temperatures=()
-        )
+        settings = replace(settings, confidence_head=False, confidence_head_with_markov=False, confidence_scaling=())
     _check_tensors(settings, shapes, name)
     format_: Literal["deepspec", "speculators"] = "speculators" if "speculators_model_type" in config else "deepspec"
     return DrafterCheckpoint(name, format_, settings, weights)
@@ -345,6 +343,7 @@ def _speculators_config(
     own: dict[str, Any] = {}
     if settings.made_for is not None:
         own["target"] = settings.made_for.to_json()
-    if settings.confidence_temperatures:
-        own["confidence_temperatures"] = list(settings.confidence_temperatures)
+    if settings.confidence_scaling:
+        temperatures, offsets = zip(*settings.confidence_scaling, strict=True)
+        own["confidence_calibration"] = {"temperatures": list(temperatures), "offsets": list(offsets)}
     return config | ({OWN_KEY: own} if own else {})

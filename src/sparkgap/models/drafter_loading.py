@@ -86,7 +86,7 @@ class _Loader:
         self.kernels = kernels
         self.dtype = dtype
         self.ids = target_ids(checkpoint)
-        self.temperatures = checkpoint.settings.confidence_temperatures
+        self.confidence_scaling = checkpoint.settings.confidence_scaling
 
     def weights(self) -> DrafterWeights:
         layers = range(self.config.backbone.num_layers)
@@ -102,7 +102,7 @@ class _Loader:
             context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
             heads=load_heads(
                 self.config, self.source, self.kernels, self.dtype, self.target.device, self.ids
-            ).with_temperatures(self.temperatures),
+            ).calibrate(self.confidence_scaling),
             num_parameters=self.num_parameters(),
         )
 

@@ -34,7 +34,7 @@ class DraftHeads:
             without a confidence head.
         confidence_bias: float32 `[1]`; None without a confidence head.
         target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
-        calibrated: the confidence's weight and bias at each place of the block, divided by the place's temperature;
+        calibrated: the confidence's weight and bias at each place of the block, with the place's calibration in them;
             empty when they are the same everywhere.
     """
 
@@ -47,12 +47,16 @@ class DraftHeads:
     target_ids: Tensor | None = None
     calibrated: tuple[tuple[Tensor, Tensor], ...] = ()
 
-    def with_temperatures(self, temperatures: Sequence[float]) -> DraftHeads:
-        """The heads with the confidence's logit divided by a temperature at each place of the block."""
+    def calibrate(self, scaling: Sequence[tuple[float, float]]) -> DraftHeads:
+        """The heads with the confidence's logit divided by a temperature and moved by an offset.
+
+        Args:
+            scaling: temperature and offset of each place of the block; empty leaves the heads as they are.
+        """
         weight, bias = self.confidence_weight, self.confidence_bias
-        if weight is None or bias is None or not temperatures:
+        if weight is None or bias is None or not scaling:
             return self
-        return replace(self, calibrated=tuple((weight / t, bias / t) for t in temperatures))
+        return replace(self, calibrated=tuple((weight / t, bias / t + offset) for t, offset in scaling))
 
     def at(self, place: int) -> DraftHeads:
         """The heads for the draft token at a place of the block, from 0."""

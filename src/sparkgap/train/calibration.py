@@ -1,9 +1,13 @@
-"""Calibration of confidences: sequential temperature scaling (arXiv 2607.05147, section 3.2.1).
+"""Calibration of confidences, place by place of a block, as sequential temperature scaling (arXiv 2607.05147, 3.2.1).
 
 A confidence is the probability that a draft token survives given that all before it did, so the product of a block's
-first k confidences should be the share of rounds that accept k tokens or more. Place by place, the temperature of the
-place is chosen from a grid so that the expected calibration error of that product is least, with the temperatures
-before it fixed.
+first k confidences should be the share of rounds that accept k tokens or more. Place by place, the logit of the
+confidence is divided by a temperature and moved by an offset, which are chosen so that the product is most likely, with
+those of the places before fixed.
+
+The paper has temperatures alone. The head learns the overlap of the two distributions at all places of an answer;
+drafts here are verified by exact match, and a round starts where the one before failed. So confidences are wrong as a
+whole, and a temperature moves them only towards or away from one half.
 """
 
 from collections.abc import Sequence
@@ -16,8 +20,15 @@ from sparkgap.train.evaluate import ServedAnswer, round_starts
 
 _BINS = 10
 _LARGEST_TEMPERATURE = 8.0
-_GRID_STEPS = 60
+_TEMPERATURE_STEPS = 12
 """Temperatures tried on either side of 1, evenly in their logarithm."""
+
+_LARGEST_OFFSET = 4.0
+_OFFSET_STEPS = 24
+"""Offsets tried on either side of 0."""
+
+Scaling = tuple[float, float]
+"""Temperature and offset of the logit of a place's confidence."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +49,15 @@ class Calibration:
     """Result of `calibrate`.
 
     Attributes:
-        temperatures: one for each token of a block; all 1 where calibration did not help.
-        fitted_rounds, measured_rounds: rounds that they were chosen on, and other rounds of the errors.
+        temperatures, offsets: one for each token of a block; all 1 and 0 where calibration did not help.
+        rounds: rounds that they were chosen on.
         error_before, error_after: expected calibration error of the probability that so many tokens are accepted, for
-            each token of a block.
+            each token of a block; afterwards on answers that were left out of the choice (twofold).
     """
 
     temperatures: list[float]
-    fitted_rounds: int
-    measured_rounds: int
+    offsets: list[float]
+    rounds: int
     error_before: list[float]
     error_after: list[float]
 
@@ -74,31 +85,44 @@ def expected_calibration_error(predicted: Tensor, happened: Tensor) -> float:
     return float(difference.abs().sum()) / predicted.shape[0]
 
 
-def survival_errors(rounds: ConfidenceRounds, temperatures: Sequence[float]) -> list[float]:
+def survival_errors(rounds: ConfidenceRounds, scaling: Sequence[Scaling]) -> list[float]:
     """Expected calibration error of the product of the first k confidences, for each k."""
-    survival = (rounds.logits / torch.tensor(temperatures, dtype=torch.float64)).sigmoid().cumprod(1)
+    temperatures, offsets = torch.tensor(scaling, dtype=torch.float64).T
+    survival = (rounds.logits / temperatures + offsets).sigmoid().cumprod(1)
     return [expected_calibration_error(survival[:, k], rounds.lengths > k) for k in range(survival.shape[1])]
 
 
-def fit_temperatures(rounds: ConfidenceRounds) -> list[float]:
-    """Temperatures of each place of a block, chosen one after the other."""
-    exponents = torch.linspace(-1, 1, 2 * _GRID_STEPS + 1, dtype=torch.float64)
-    # Among equally good ones, the nearest to 1.
-    grid = (_LARGEST_TEMPERATURE ** exponents[exponents.abs().argsort(stable=True)]).tolist()
+def fit_scaling(rounds: ConfidenceRounds) -> list[Scaling]:
+    """Temperature and offset of each place of a block, chosen one place after the other.
+
+    Of a grid, the likeliest of the product of confidences, with a normal prior around temperature 1 and offset 0 that
+    matters where rounds are few.
+    """
+    exponents = torch.linspace(-1, 1, 2 * _TEMPERATURE_STEPS + 1, dtype=torch.float64)
+    temperatures = _LARGEST_TEMPERATURE**exponents
+    offsets = torch.linspace(-_LARGEST_OFFSET, _LARGEST_OFFSET, 2 * _OFFSET_STEPS + 1, dtype=torch.float64)
     survival = torch.ones(rounds.lengths.shape[0], dtype=torch.float64)
-    temperatures: list[float] = []
+    scaling: list[Scaling] = []
     for k in range(rounds.logits.shape[1]):
-        happened = rounds.lengths > k
-        products = [survival * (rounds.logits[:, k] / temperature).sigmoid() for temperature in grid]
-        errors = [expected_calibration_error(product, happened) for product in products]
-        best = min(range(len(grid)), key=errors.__getitem__)
-        temperatures.append(grid[best])
-        survival = products[best]
-    return temperatures
+        happened = (rounds.lengths > k).double()
+        losses = torch.stack(
+            [_loss(survival * (rounds.logits[:, k] / t + offsets[:, None]).sigmoid(), happened) for t in temperatures]
+        )
+        losses += (temperatures.log()[:, None] ** 2 + offsets**2) / 2
+        row, column = divmod(int(losses.argmin()), offsets.shape[0])
+        scaling.append((round(float(temperatures[row]), 4), round(float(offsets[column]), 4)))
+        survival = survival * (rounds.logits[:, k] / scaling[k][0] + scaling[k][1]).sigmoid()
+    return scaling
+
+
+def _loss(predicted: Tensor, happened: Tensor) -> Tensor:
+    """Negative log-likelihood of each row of `predicted` `[rows, rounds]`."""
+    predicted = predicted.clamp(1e-12, 1 - 1e-12)
+    return -(happened * predicted.log() + (1 - happened) * (-predicted).log1p()).sum(1)
 
 
 def calibrate(answers: Sequence[ServedAnswer], tokens: int) -> Calibration | None:
-    """Choose temperatures on every other answer, and measure them on the rest.
+    """Choose temperatures and offsets, and measure what such a choice is worth on other answers.
 
     Args:
         answers: greedy replays with a drafter that is not calibrated yet.
@@ -107,11 +131,20 @@ def calibrate(answers: Sequence[ServedAnswer], tokens: int) -> Calibration | Non
     Returns:
         None without a confidence head, or with too few answers.
     """
-    fitted, measured = (confidence_rounds(answers[first::2], tokens) for first in (0, 1))
-    if fitted is None or measured is None:
+    halves = [confidence_rounds(answers[first::2], tokens) for first in (0, 1)]
+    together = confidence_rounds(answers, tokens)
+    if together is None or halves[0] is None or halves[1] is None:
         return None
-    temperatures, plain = fit_temperatures(fitted), [1.0] * tokens
-    before, after = survival_errors(measured, plain), survival_errors(measured, temperatures)
+    scaling, plain = fit_scaling(together), [(1.0, 0.0)] * tokens
+    before, after = [0.0] * tokens, [0.0] * tokens
+    for fitted, measured in (halves, halves[::-1]):
+        assert fitted is not None
+        assert measured is not None
+        share = measured.lengths.shape[0] / together.lengths.shape[0]
+        of_fitted = fit_scaling(fitted)
+        before = [a + share * b for a, b in zip(before, survival_errors(measured, plain), strict=True)]
+        after = [a + share * b for a, b in zip(after, survival_errors(measured, of_fitted), strict=True)]
     if sum(after) >= sum(before):
-        temperatures, after = plain, before
-    return Calibration(temperatures, fitted.lengths.shape[0], measured.lengths.shape[0], before, after)
+        scaling, after = plain, before
+    temperatures, offsets = ([pair[part] for pair in scaling] for part in (0, 1))
+    return Calibration(temperatures, offsets, together.lengths.shape[0], before, after)

@@ -49,8 +49,8 @@ def evaluate(
     if calibration is not None:
         before, after = (sum(errors) / tokens for errors in (calibration.error_before, calibration.error_after))
         progress.log(
-            f"confidences: expected calibration error {before:.3f}, {after:.3f} with temperatures "
-            + " ".join(f"{temperature:.2f}" for temperature in calibration.temperatures)
+            f"confidences: expected calibration error {before:.3f}, calibrated {after:.3f}; temperatures "
+            f"{_numbers(calibration.temperatures)}, offsets {_numbers(calibration.offsets)}"
         )
     if config.evaluation_prompts is not None:
         answers = greedy_answers(config, target, tokenizer, template, progress)
@@ -101,6 +101,10 @@ def greedy_answers(
         conversations = sampler.shard("evaluation", iter(turns), lambda _: bar.advance())
     assert conversations is not None
     return [(torch.tensor(c.token_ids), c.answer_start, c.taps) for c in conversations]
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def _report(answers: Sequence[ServedAnswer], tokens: int, what: str, progress: Progress) -> dict[str, Any]:

@@ -141,9 +141,10 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     }
     report |= evaluate(config, target, checkpoint.tokenizer, template, examples, held_out, progress)
     if (calibration := report["confidence_calibration"]) is not None:
+        scaling = tuple(zip(calibration["temperatures"], calibration["offsets"], strict=True))
         write_speculators_config(
             config.out,
-            dataclasses.replace(settings, confidence_temperatures=tuple(calibration["temperatures"])),
+            dataclasses.replace(settings, confidence_scaling=scaling),
             verifier=checkpoint.name,
             verifier_architectures=architectures,
         )
