@@ -30,11 +30,12 @@ def distorted(rounds, seed):
 
 def test_scaling_undoes_a_distortion():
     rounds = ConfidenceRounds(*distorted(8_000, 1))
-    temperatures, offsets = zip(*fit_scaling(rounds), strict=True)
+    found = fit_scaling(rounds)
+    temperatures, offsets = zip(*found, strict=True)
     assert temperatures == pytest.approx(DISTORTIONS.tolist(), rel=0.25)
     assert offsets == pytest.approx((-SHIFTS / DISTORTIONS).tolist(), abs=0.25)
     other = ConfidenceRounds(*distorted(8_000, 2))
-    before, after = (survival_errors(other, scaling) for scaling in (PLAIN, fit_scaling(rounds)))
+    before, after = (survival_errors(other, scaling) for scaling in (PLAIN, found))
     assert all(error < 0.025 for error in after)
     assert all(error > 1.5 * better for error, better in zip(before, after, strict=True))
 
