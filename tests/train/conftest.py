@@ -38,7 +38,7 @@ def make_settings(target: Path, out: Path, **changes: Any) -> TrainConfig:
     """A small run's settings; keywords replace fields of any stage by its name, such as `optimization={...}`."""
     conversation = {
         "answer_tokens": 100, "lanes": 4, "shard_conversations": 4, "max_positions": 48,
-        "max_user_tokens": 10, "min_answer_tokens": 4, "answer_temperatures": (0.0,), "opener_share": 0.0,
+        "max_user_tokens": 10, "min_answer_tokens": 4, "answer_temperatures": (0.0,),
     }  # fmt: skip
     optimization = {
         "steps": 6, "anchors_per_step": 24, "anchors_per_conversation": 8, "held_out_conversations": 2,

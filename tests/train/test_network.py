@@ -175,7 +175,7 @@ def test_target_pass_gives_the_taps_that_training_reads(target, tiny_target):
     )
     encode = plain_encoding(checkpoint.tokenizer)
     config = ConversationConfig(
-        lanes=3, shard_conversations=5, max_positions=64, max_user_tokens=12, min_answer_tokens=4, opener_share=0.0
+        lanes=3, shard_conversations=5, max_positions=64, max_user_tokens=12, min_answer_tokens=4
     )
     with torch.inference_mode():
         conversations = ConversationSampler(lanes, turn_template(checkpoint), config, (0,), 5, encode).shard(
