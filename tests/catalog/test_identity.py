@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from sparkgap.catalog.checkpoint import open_checkpoint
 from sparkgap.catalog.identity import TargetIdentity, identify_target, read_identity
 from sparkgap.errors import CheckpointError
-from tests.cli.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from sparkgap.train.evaluate import draft_greedily
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.network import AnchorBatch
 from sparkgap.train.run import build_network
-from tests.cli.tiny_model import CONFIG
+from tests.tiny_model import CONFIG
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_exported_network_serves_the_trained_function(target, tmp_path, method, 
     lengths = [9, 5]
     taps = [torch.randn(length, target.config.hidden_size, generator=generator) for length in lengths]
     anchors = [torch.tensor([1, 4, 8]), torch.tensor([2, 4])]
-    anchor_tokens = torch.randint(0, 260, (5,), generator=generator)
+    anchor_tokens = torch.randint(0, 264, (5,), generator=generator)
     batch = AnchorBatch(torch.cat(taps), lengths, anchors, anchor_tokens, tokens + lead)
     hidden = network(batch).view(5, tokens, -1)
     previous = vocabulary.ids[torch.randint(0, 90, (5, tokens), generator=generator)]

@@ -11,8 +11,10 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.shipped import match_shipped
 from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.errors import ConfigError
+from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.drafter_config import DrafterConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -33,60 +35,79 @@ class ChosenDrafter:
 
 
 @dataclass(frozen=True)
-class DrafterChoice:
-    """Which drafter an engine has.
+class FoundDrafter:
+    """A drafter whose files are there and whose configuration is sound; no weight is read yet.
 
     Attributes:
-        chosen: the drafter; None for plain decoding.
-        note: what a user should know of a shipped drafter: why it is not used, or that it was made for another
-            precision of the target. None when there is nothing to say.
+        checkpoint: its files.
+        num_speculative_tokens: draft tokens a round.
+        wanted: what was asked for.
     """
 
-    chosen: ChosenDrafter | None = None
-    note: str | None = None
+    checkpoint: DrafterCheckpoint
+    num_speculative_tokens: int
+    wanted: SpeculativeConfig
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """Check that the drafter was made for such a target. Raises what `DrafterConfig.check_fits` raises."""
+        DrafterConfig.from_settings(self.checkpoint.settings, self.checkpoint.name).check_fits(target)
+
+    def load(self, target: Decoder, dtype: torch.dtype, max_model_len: int) -> ChosenDrafter:
+        """Read the weights.
+
+        Raises:
+            CheckpointError, UnsupportedModelError: the drafter does not fit the target, or is damaged.
+        """
+        drafter = Drafter.from_checkpoint(self.checkpoint, target, target.kernels, dtype, max_model_len)
+        return ChosenDrafter(drafter, self.num_speculative_tokens, self.wanted)
 
 
-def choose_drafter(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    target: Decoder,
-    dtype: torch.dtype,
-    max_model_len: int,
-    progress: ProgressReporter | None = None,
-) -> DrafterChoice:
-    """The drafter that `config` names, else the one that comes with Sparkgap for this target, if there is one.
+def find_drafter(config: EngineConfig, progress: ProgressReporter | None = None) -> FoundDrafter | None:
+    """The drafter that `config` names, None when it names none or speculation is off.
 
     Raises:
-        ConfigError: speculation is configured without a drafter, and none comes with Sparkgap; the drafter is of
-            another method, or was trained for fewer tokens than wanted.
-        ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the drafter cannot be had or does
-            not fit the target.
+        ConfigError: the drafter is of another method than wanted, or was trained for fewer tokens.
+        ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the drafter cannot be had.
+    """
+    wanted = config.speculative_config
+    if not config.speculation or wanted is None or wanted.model is None:
+        return None
+    return _found(wanted, open_drafter(wanted.model, allow_download=config.allow_download, progress=progress))
+
+
+def find_shipped_drafter(config: EngineConfig, target: Checkpoint) -> tuple[FoundDrafter | None, str | None]:
+    """The drafter that comes with Sparkgap for a target, for a configuration that names none.
+
+    Returns:
+        The drafter, None when there is none or speculation is off; and what a user should know, which is logged too:
+        why a drafter of the target's name is not used, or that it was made for another precision of the target.
+
+    Raises:
+        ConfigError: speculation is configured, and no drafter comes with Sparkgap for this target; as `find_drafter`.
+        CheckpointError, UnsupportedModelError: a drafter is damaged, or the target's tensors cannot be read.
     """
     if not config.speculation:
-        return DrafterChoice()
-    wanted = config.speculative_config or SpeculativeConfig()
-    note = None
-    if wanted.model is not None:
-        draft_model = open_drafter(wanted.model, allow_download=config.allow_download, progress=progress)
-    else:
-        match = match_shipped(checkpoint)
-        note = match.note
-        if match.drafter is None and config.speculative_config is not None:
-            raise ConfigError(
-                f"speculation needs a drafter: {note or 'none comes with Sparkgap for this model'}; name one with "
-                "--draft DIR (in Python: speculative_config={'model': DIR}), or train one with `sparkgap train`"
-            )
-        if note is not None:
-            _logger.warning("%s", note)
-        if match.drafter is None:
-            return DrafterChoice(note=note)
-        draft_model = match.drafter.open()
-    _check_method(wanted, draft_model)
-    drafter = Drafter.from_checkpoint(draft_model, target, target.kernels, dtype, max_model_len)
-    by_default = draft_model.settings.default_speculative_tokens or drafter.config.max_speculative_tokens
+        return None, None
+    match = match_shipped(target)
+    if match.drafter is None and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculation needs a drafter: {match.note or 'none comes with Sparkgap for this model'}; name one with "
+            "--draft DIR (in Python: speculative_config={'model': DIR}), or train one with `sparkgap train`"
+        )
+    if match.note is not None:
+        _logger.warning("%s", match.note)
+    if match.drafter is None:
+        return None, match.note
+    return _found(config.speculative_config or SpeculativeConfig(), match.drafter.open()), match.note
+
+
+def _found(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> FoundDrafter:
+    _check_method(wanted, checkpoint)
+    drafter = DrafterConfig.from_settings(checkpoint.settings, checkpoint.name)
+    by_default = checkpoint.settings.default_speculative_tokens or drafter.max_speculative_tokens
     number = wanted.num_speculative_tokens or by_default
-    drafter.config.block_rows(number)
-    return DrafterChoice(ChosenDrafter(drafter, number, wanted), note)
+    drafter.block_rows(number)
+    return FoundDrafter(checkpoint, number, wanted)
 
 
 def _check_method(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> None:

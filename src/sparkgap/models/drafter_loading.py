@@ -64,7 +64,7 @@ def load_drafter_weights(
     loader = _Loader(config, checkpoint, target, kernels, dtype)
     backbone = config.backbone
     longest = min(max_model_len or backbone.max_position_embeddings, backbone.max_position_embeddings)
-    rotary = rotary_table(backbone.rope, backbone.head_dim, longest + config.block_size, target.device)
+    rotary = rotary_table(backbone.rope, backbone.head_dim, longest + config.settings.block_size, target.device)
     return loader.weights(), rotary
 
 
@@ -86,7 +86,6 @@ class _Loader:
         self.kernels = kernels
         self.dtype = dtype
         self.ids = target_ids(checkpoint)
-        self.confidence_scaling = checkpoint.settings.confidence_scaling
 
     def weights(self) -> DrafterWeights:
         layers = range(self.config.backbone.num_layers)
@@ -100,9 +99,7 @@ class _Loader:
             context_fc=self.linear("fc", bias=False, quantize=False),
             context_norm=self.stacked("hidden_norm.weight"),
             context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
-            heads=load_heads(
-                self.config, self.source, self.kernels, self.dtype, self.target.device, self.ids
-            ).calibrate(self.confidence_scaling),
+            heads=load_heads(self.config.settings, self.source, self.kernels, self.dtype, self.target.device, self.ids),
             num_parameters=self.num_parameters(),
         )
 
@@ -124,7 +121,7 @@ class _Loader:
             post_attention_norm=self.stacked(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=False),
             down=self.linear(f"{mlp}.down_proj", bias=False),
-            sliding_window=self.config.layer_windows[index],
+            sliding_window=self.config.settings.layer_windows[index],
         )
 
     def embedding(self) -> Tensor:
