@@ -28,7 +28,7 @@ def change(directory, function):
 
 def test_sizes_and_fingerprints(model):
     found = identity(model)
-    assert found.sizes == ("LlamaForCausalLM", 2, 32, 260)
+    assert found.sizes == ("LlamaForCausalLM", 2, 32, 264)
     assert found.model != found.weights
     assert len(found.model) == len(found.weights) == 32
     assert identity(model) == found
