@@ -220,6 +220,7 @@ class LLM:
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
+            "drafter_note": loaded.drafter_note,
             "graphs": self._graphs_info(),
         }
 
