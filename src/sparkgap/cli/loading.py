@@ -1,5 +1,8 @@
 """From the options to a model that is ready, with its download and loading shown."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,19 @@ if TYPE_CHECKING:
     from sparkgap.api import LLM
 
 
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No search for garbage while hundreds of thousands of objects come to stay, and none among them afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def load_llm(config: EngineConfig) -> "LLM":
     """The model of a configuration; it is downloaded if it is not here yet.
 
@@ -20,7 +36,7 @@ def load_llm(config: EngineConfig) -> "LLM":
     from sparkgap.catalog.resolve import resolve
 
     resolve(config.model, allow_download=config.allow_download, progress=DownloadProgress())
-    with status(f"loading {config.model} ..."):
+    with status(f"loading {config.model} ..."), _collection_paused():
         with ending_at_once():
             from sparkgap.api import LLM
 
