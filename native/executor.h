@@ -46,6 +46,10 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
 
   void replay();  // GIL released while it runs
+  // Kind of each call, and the shortest time in nanoseconds of each thread's share of it in `repeats` runs on the
+  // caller's thread, `[calls, threads]`.
+  std::vector<std::string> kinds() const;
+  std::vector<int64_t> profile(int repeats);
   size_t size() const { return calls_.size(); }
   size_t bytes() const { return calls_.capacity() * sizeof(Call); }  // beside the arena
 
@@ -91,7 +95,14 @@ class Executor {
   void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
   void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
                     const Tensor& sum);
-  void rotary(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out);
+  void rotary(const Tensor& x, const std::optional<Tensor>& norm, float eps, const Tensor& positions, const Tensor& cos,
+              const Tensor& sin, const Tensor& out);
+  void norm_linear(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& norm, float eps,
+                   std::shared_ptr<const PackedWeight> weight, const Tensor& out, const std::optional<Tensor>& sum);
+  void silu_linear(const Tensor& gate_up, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
+  void rotary_write(const Tensor& qkv, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, float eps,
+                    const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& cache_keys,
+                    const Tensor& cache_values, const Tensor& slots, const Tensor& queries);
   void kv_write(const Tensor& keys, const Tensor& values, const Tensor& cache_keys, const Tensor& cache_values,
                 const Tensor& slots);
   void paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values, const Tensor& positions,
@@ -127,6 +138,9 @@ class Executor {
     submit(calls, std::span<const Tensor* const>(tensors.begin(), tensors.size()), std::move(weight));
   }
   std::byte* workspace(size_t bytes);
+  // An int8 product whose activations lie in the workspace; the caller holds the mutex.
+  LinearInt8 int8_product(const PackedWeight& weight, int64_t rows, const Matrix& out);
+  static QuantizedRows activations_of(const LinearInt8& product, const PackedWeight& weight);
 
   const KernelTable& kernels_;
   const int threads_;

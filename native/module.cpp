@@ -53,6 +53,9 @@ NB_MODULE(_native, m) {
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
       .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
+      .def("kinds", &Graph::kinds, "Kind of each recorded call.")
+      .def("profile", &Graph::profile, "repeats"_a,
+           "Shortest nanoseconds of each thread's share of each call, run on this thread alone: [calls * threads].")
       .def_prop_ro("bytes", &Graph::bytes)
       .def("__len__", &Graph::size);
 
@@ -71,7 +74,12 @@ NB_MODULE(_native, m) {
            "fixed_scale"_a = 0.0f)
       .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("add_rms_norm", &Executor::add_rms_norm, "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a, "sum"_a)
-      .def("rotary", &Executor::rotary, "x"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)
+      .def("rotary", &Executor::rotary, "x"_a, "norm"_a.none(), "eps"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)
+      .def("norm_linear", &Executor::norm_linear, "x"_a, "residual"_a.none(), "norm"_a, "eps"_a, "weight"_a, "out"_a,
+           "sum"_a.none())
+      .def("silu_linear", &Executor::silu_linear, "gate_up"_a, "weight"_a, "out"_a)
+      .def("rotary_write", &Executor::rotary_write, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "positions"_a,
+           "cos"_a, "sin"_a, "cache_keys"_a, "cache_values"_a, "slots"_a, "queries"_a)
       .def("kv_write", &Executor::kv_write, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a, "slots"_a)
       .def("paged_attention", &Executor::paged_attention, "queries"_a, "cache_keys"_a, "cache_values"_a, "positions"_a,
            "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a)

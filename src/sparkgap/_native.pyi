@@ -41,6 +41,8 @@ class Graph:
     @property
     def bytes(self) -> int: ...
     def replay(self) -> None: ...
+    def kinds(self) -> list[str]: ...
+    def profile(self, repeats: int) -> list[int]: ...
     def __len__(self) -> int: ...
 
 class Executor:
@@ -65,7 +67,34 @@ class Executor:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, sum: Tensor
     ) -> None: ...
-    def rotary(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None: ...
+    def rotary(
+        self, x: Tensor, norm: Tensor | None, eps: float, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor
+    ) -> None: ...
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: PackedWeight,
+        out: Tensor,
+        sum: Tensor | None,
+    ) -> None: ...
+    def silu_linear(self, gate_up: Tensor, weight: PackedWeight, out: Tensor) -> None: ...
+    def rotary_write(
+        self,
+        qkv: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache_keys: Tensor,
+        cache_values: Tensor,
+        slots: Tensor,
+        queries: Tensor,
+    ) -> None: ...
     def kv_write(
         self, keys: Tensor, values: Tensor, cache_keys: Tensor, cache_values: Tensor, slots: Tensor
     ) -> None: ...

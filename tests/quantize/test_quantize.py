@@ -20,7 +20,7 @@ from sparkgap.quantize.calibration import InputStatistics, observe
 from sparkgap.quantize.run import quantize
 from sparkgap.quantize.smoothing import smoothed
 from sparkgap.quantize.texts import own_answers, read_calibration
-from tests.cli.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away."
 

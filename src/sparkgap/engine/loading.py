@@ -16,7 +16,7 @@ from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
-from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
+from sparkgap.engine.speculation import ChosenDrafter, find_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -24,7 +24,7 @@ from sparkgap.graphs.passes import Passes
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.models.loading import check_tensors, expected_shapes, load_target
+from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, make_kernels
 from sparkgap.rounds.plain import PlainRunner
@@ -83,6 +83,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype)
+    # What is wrong with a drafter shows here, before the target is read.
+    drafter = find_drafter(config, progress)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
     model = ModelConfig.from_hf(checkpoint.config)
     quantization = resolve_quantization(config, device, model.quantization, checkpoint.name)
@@ -91,6 +93,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     use_graphs = resolve_graphs(config, kernels)
     # The native kernels have threads of their own, which torch's must not compete with.
     torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
+    if drafter is not None:
+        drafter.check_fits(model)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
     check_tensors(model, checkpoint.weights)
     check_model_fits(
@@ -102,8 +106,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         available_bytes=available_memory_bytes(device),
     )
     with torch.inference_mode(), kept_weights(checkpoint, model, dtype, quantization, kernels) as prepared:
-        target = load_target(
-            checkpoint.config,
+        target = build_target(
+            model,
             checkpoint.weights,
             kernels=kernels,
             dtype=dtype,
@@ -113,7 +117,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
             prepared=prepared,
         )
     with torch.inference_mode():
-        chosen = choose_drafter(config, target, dtype, max_model_len, progress)
+        chosen = None if drafter is None else drafter.load(target, dtype, max_model_len)
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
@@ -209,6 +213,11 @@ def resolve_graphs(config: EngineConfig, kernels: Kernels) -> bool:
             f"graphs on needs the CPU's native kernels, and device {config.device} with dtype {config.dtype} runs on "
             "others; use graphs off, or device cpu with another dtype than float16"
         )
+    if config.context_graph in ("compact", "masked") and not isinstance(kernels, NativeKernels):
+        raise ConfigError(
+            f"context_graph {config.context_graph} needs captured passes, and device {config.device} with dtype "
+            f"{config.dtype} has none; use context_graph off"
+        )
     return config.graphs != "off" and isinstance(kernels, NativeKernels)
 
 
@@ -262,6 +271,7 @@ def _capture(
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
     _logger.info("%s", captured.counters.summary())
     return captured

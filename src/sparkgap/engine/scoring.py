@@ -1,6 +1,7 @@
 """What a target computes for a text, beside the engine that serves."""
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -24,16 +25,16 @@ def windows_of(token_ids: Seq[int], length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def next_token_probabilities(loaded: LoadedEngine, token_ids: list[int], params: SamplingParams) -> Tensor:
-    """The distribution that the token after `token_ids` is drawn from, without speculation: float32 `[vocab]`.
+def next_token_probabilities(loaded: LoadedEngine, prompts: Seq[Seq[int]], params: SamplingParams) -> Tensor:
+    """The distribution that the token after each prompt is drawn from, without speculation: float32 `[prompts, vocab]`.
 
     All tokens are computed in one pass over a KV cache of its own.
     """
-    hidden = hidden_states(loaded.target, token_ids)
-    logits = loaded.target.logits(hidden[-1:])
-    sequence = Sequence(0, params, 0, token_ids)
+    hidden, starts = _forward(loaded.target, prompts)
+    logits = loaded.target.logits(hidden[starts[1:] - 1])
     sampler = Sampler(loaded.checkpoint.name, loaded.engine.model.eos_token_ids)
-    return sampler.target_probabilities(logits, [SamplingRow(sequence)])[0]
+    rows = [SamplingRow(Sequence(number, params, 0, list(prompt))) for number, prompt in enumerate(prompts)]
+    return sampler.target_probabilities(logits, rows)
 
 
 @torch.inference_mode()
@@ -42,11 +43,20 @@ def hidden_states(target: Decoder, token_ids: list[int]) -> Tensor:
 
     All tokens are computed in one pass over a KV cache of its own.
     """
+    return _forward(target, [token_ids])[0]
+
+
+def _forward(target: Decoder, texts: Seq[Seq[int]]) -> tuple[Tensor, Tensor]:
+    """Hidden states of all tokens, and int64 `[texts + 1]` row starts."""
     config = target.config
-    blocks = -(-len(token_ids) // _BLOCK_SIZE)
+    blocks = [-(-len(text) // _BLOCK_SIZE) for text in texts]
+    starts = list(accumulate(blocks, initial=0))
     caches = allocate_caches(
-        config.num_layers, config.num_kv_heads, config.head_dim, blocks, _BLOCK_SIZE, target.dtype, target.device
+        config.num_layers, config.num_kv_heads, config.head_dim, starts[-1], _BLOCK_SIZE, target.dtype, target.device
     )
-    sequence = Sequence(0, SamplingParams(), 0, token_ids, block_table=list(range(blocks)))
-    batch = forward_batch([RowSpan(sequence, 0, token_ids)], _BLOCK_SIZE, target.device)
-    return target.forward(batch, caches).hidden
+    spans = [
+        RowSpan(Sequence(number, SamplingParams(), 0, list(text), block_table=list(range(*place))), 0, list(text))
+        for number, (text, place) in enumerate(zip(texts, pairwise(starts), strict=True))
+    ]
+    batch = forward_batch(spans, _BLOCK_SIZE, target.device)
+    return target.forward(batch, caches).hidden, batch.attention.row_starts.long()

@@ -54,6 +54,32 @@ def load_target(
     """
     config = ModelConfig.from_hf(checkpoint_config)
     check_tensors(config, weights)
+    return build_target(
+        config,
+        weights,
+        kernels=kernels,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        on_tensor=on_tensor,
+        static_activations=static_activations,
+        prepared=prepared,
+    )
+
+
+def build_target(
+    config: ModelConfig,
+    weights: WeightSource,
+    *,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    on_tensor: Callable[[str], None] | None = None,
+    static_activations: bool = False,
+    prepared: PreparedWeights | None = None,
+) -> Decoder:
+    """As `load_target`, of tensors that `check_tensors` has found right."""
     prepared = PreparedWeights() if prepared is None else prepared
     loader = _Loader(config, weights, kernels, dtype, device, on_tensor, static_activations, prepared)
     return loader.decoder(max_model_len)

@@ -191,6 +191,58 @@ class Kernels(ABC):
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Write `keys` and `values` `[rows, kv_heads, head_dim]` at `slots` int64 `[rows]`; -1 writes nothing."""
 
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: LinearWeight
+    ) -> tuple[Tensor, Tensor]:
+        """`(linear(rms_norm(s, norm, eps), weight), s)` for `s = x + residual`, or `s = x` without a residual."""
+        if residual is None:
+            return self.linear(self.rms_norm(x, norm, eps), weight), x
+        normed, total = self.add_rms_norm(x, residual, norm, eps)
+        return self.linear(normed, weight), total
+
+    def silu_mul_linear(self, gate_up: Tensor, weight: LinearWeight) -> Tensor:
+        """`linear(silu_mul(gate_up), weight)`."""
+        return self.linear(self.silu_mul(gate_up), weight)
+
+    def norm_rotary(self, x: Tensor, norm: Tensor, eps: float, positions: Tensor, table: RotaryTable) -> Tensor:
+        """`rotary(rms_norm(x, norm, eps), positions, table)` for heads `[rows, heads, head_dim]`."""
+        return self.rotary(self.rms_norm(x, norm, eps), positions, table)
+
+    def rotary_kv_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: RotaryTable,
+        cache: KVCache,
+        slots: Tensor,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotate queries and keys and write keys and values to the cache; gives the queries.
+
+        Args:
+            qkv: `[rows, heads + 2 * kv_heads, head_dim]`: queries (0 heads or more), keys, values.
+            positions: int64 `[rows]`.
+            table: angles of the positions.
+            cache: where keys and values go.
+            slots: int64 `[rows]`; -1 writes nothing.
+            query_norm, key_norm: `[head_dim]`, weights of an RMSNorm of each head before the rotation.
+            eps: of the norms.
+
+        Returns:
+            `[rows, heads, head_dim]`.
+        """
+        kv_heads = cache.keys.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        queries, keys, values = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        if query_norm is not None:
+            queries = self.rms_norm(queries, query_norm, eps)
+        if key_norm is not None:
+            keys = self.rms_norm(keys, key_norm, eps)
+        self.kv_write(self.rotary(keys, positions, table), values, cache, slots)
+        return self.rotary(queries, positions, table)
+
     @abstractmethod
     def paged_attention(
         self,

@@ -177,12 +177,56 @@ class NativeKernels(Kernels):
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """See `Kernels.rotary`."""
         out = self._empty(x.shape, x.dtype)
-        self.executor.rotary(x, positions, table.cos, table.sin, out)
+        self.executor.rotary(x, None, 0.0, positions, table.cos, table.sin, out)
         return out
 
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
         """See `Kernels.kv_write`; values are rounded to the cache's dtype."""
         self.executor.kv_write(keys, values, cache.keys, cache.values, slots)
+
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: LinearWeight
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.norm_linear`; bit for bit what the single operations give."""
+        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+            return super().norm_linear(x, residual, norm, eps, weight)
+        out = self._empty((x.shape[0], weight.out_features), x.dtype)
+        total = None if residual is None else self._empty(x.shape, x.dtype)
+        self.executor.norm_linear(x, residual, norm, eps, weight.packed, out, total)
+        return out, x if total is None else total
+
+    def silu_mul_linear(self, gate_up: Tensor, weight: LinearWeight) -> Tensor:
+        """See `Kernels.silu_mul_linear`; bit for bit what the single operations give."""
+        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+            return super().silu_mul_linear(gate_up, weight)
+        out = self._empty((gate_up.shape[0], weight.out_features), gate_up.dtype)
+        self.executor.silu_linear(gate_up, weight.packed, out)
+        return out
+
+    def norm_rotary(self, x: Tensor, norm: Tensor, eps: float, positions: Tensor, table: RotaryTable) -> Tensor:
+        """See `Kernels.norm_rotary`."""
+        out = self._empty(x.shape, x.dtype)
+        self.executor.rotary(x, norm, eps, positions, table.cos, table.sin, out)
+        return out
+
+    def rotary_kv_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: RotaryTable,
+        cache: KVCache,
+        slots: Tensor,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """See `Kernels.rotary_kv_write`."""
+        heads = qkv.shape[1] - 2 * cache.keys.shape[2]
+        queries = self._empty((qkv.shape[0], heads, qkv.shape[2]), qkv.dtype)
+        self.executor.rotary_write(
+            qkv, query_norm, key_norm, eps, positions, table.cos, table.sin, cache.keys, cache.values, slots, queries
+        )
+        return queries
 
     def paged_attention(
         self,
