@@ -32,7 +32,9 @@ KERNELS = [
 ]
 METHODS = [
     mangled("sparkgap", "Executor", "kv_write", arguments="RKNS_6TensorES3_S3_S3_S3_"),
-    mangled("sparkgap", "Executor", "rotary_write", arguments="RKNS_6TensorERKSt8optionalIS1_ES7_fS3_S3_S3_S3_S3_S3_S3_"),
+    mangled(
+        "sparkgap", "Executor", "rotary_write", arguments="RKNS_6TensorERKSt8optionalIS1_ES7_fS3_S3_S3_S3_S3_S3_S3_"
+    ),
 ]
 PLAIN = ["kv_write", "rotary_write", "kv_cache_write", "reshape_and_cache"]
 NAMES = [*KERNELS, *METHODS, *PLAIN]
