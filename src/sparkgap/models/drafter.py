@@ -49,7 +49,7 @@ class Drafter:
         self.dtype: torch.dtype = weights.embedding.dtype
         self.device: torch.device = weights.embedding.device
         self.target_ids: Tensor | None = weights.heads.target_ids
-        self.max_context_length = rotary.cos.shape[0] - config.block_size
+        self.max_context_length = rotary.cos.shape[0] - config.settings.block_size
         self._rotary = rotary
         self._scale = config.backbone.head_dim**-0.5
 
@@ -93,17 +93,12 @@ class Drafter:
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """Captured target layers, in the order in which they are read."""
-        return self.config.target_layer_ids
+        return self.config.settings.target_layer_ids
 
     @property
     def num_parameters(self) -> int:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
-
-    def context_bytes_per_position(self) -> int:
-        """Bytes of context KV that one position takes in all layers."""
-        backbone = self.config.backbone
-        return 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * self.dtype.itemsize
 
     def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]) -> None:
         """Write the context keys and values of positions that the target has computed.
@@ -160,19 +155,19 @@ class Drafter:
         kernels, config, weights = self.kernels, self.config, self.weights
         eps = config.backbone.rms_norm_eps
         sequences, rows = anchors.shape[0], config.block_rows(num_speculative_tokens)
-        token_ids, positions = kernels.draft_inputs(anchors, context_lengths, rows, config.mask_token_id)
+        token_ids, positions = kernels.draft_inputs(anchors, context_lengths, rows, config.settings.mask_token_id)
         block = _Block(positions, sequences, rows, context_lengths, block_tables, max_length)
         added, residual = kernels.embed(token_ids, weights.embedding), None
         for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
             qkv, stream = kernels.norm_linear(added, residual, layer.input_norm, eps, layer.qkv)
-            attended = self._attention(layer, qkv, cache, block, config.layer_causal[index])
+            attended = self._attention(layer, qkv, cache, block, config.settings.layer_causal[index])
             gate_up, residual = kernels.norm_linear(attended, stream, layer.post_attention_norm, eps, layer.gate_up)
             added = kernels.silu_mul_linear(gate_up, layer.down)
         assert residual is not None
         hidden, _ = kernels.add_rms_norm(added, residual, weights.final_norm, eps)
         logits = kernels.to_float32(kernels.linear(hidden, weights.lm_head))
         return DraftOutput(
-            logits.view(sequences, rows, config.draft_vocab_size),
+            logits.view(sequences, rows, config.settings.draft_vocab_size),
             hidden.view(sequences, rows, config.backbone.hidden_size),
             config.lead_rows,
         )
@@ -180,15 +175,6 @@ class Drafter:
     def propose(self, anchors: Tensor, draft: DraftOutput, pick: Pick | None = None) -> Proposal:
         """Draft tokens of each sequence; see `heads.propose`."""
         return propose(self.kernels, self.weights.heads, anchors, draft, pick)
-
-    def to_target_vocabulary(self, draft_logits: Tensor) -> Tensor:
-        """`[..., draft_vocab]` logits as `[..., vocab]`: -inf where nothing is drafted."""
-        if self.target_ids is None:
-            return draft_logits
-        shape = (*draft_logits.shape[:-1], self.config.backbone.vocab_size)
-        logits = torch.full(shape, -torch.inf, dtype=draft_logits.dtype, device=draft_logits.device)
-        logits[..., self.target_ids] = draft_logits
-        return logits
 
     def _keyed(self, heads: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
         """Query or key heads `[rows, heads, head_dim]`, normed and rotated at their positions."""

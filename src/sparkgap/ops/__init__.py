@@ -3,7 +3,7 @@
 import torch
 
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, QuantizedWeight, RotaryTable
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
 from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.ops.w8a8 import Quantization
@@ -17,6 +17,7 @@ __all__ = [
     "Kernels",
     "LinearWeight",
     "NativeKernels",
+    "PackedForm",
     "Quantization",
     "QuantizedWeight",
     "RotaryTable",

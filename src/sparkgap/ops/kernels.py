@@ -1,8 +1,9 @@
 """The verbs models are written in. One interface; a device brings its implementation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,18 @@ class QuantizedWeight:
     input_scale: float | None = None
 
 
+class PackedForm(NamedTuple):
+    """A prepared weight's content.
+
+    Attributes:
+        facts: values of JSON's types.
+        tensors: contiguous CPU tensors over the weight's own memory, the same on every instruction set.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
 
@@ -137,6 +150,19 @@ class Kernels(ABC):
     @abstractmethod
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """The same for a weight that is quantized already, whatever these kernels do with others."""
+
+    def packed_form(self, weight: LinearWeight) -> PackedForm | None:
+        """What must be kept of a prepared weight to have it again without preparing it; None: nothing is worth it."""
+        del weight
+        return None
+
+    def blank_packed(self, facts: Mapping[str, Any]) -> tuple[LinearWeight, dict[str, Tensor]]:
+        """A weight of these facts, and its tensors for the caller to fill.
+
+        Raises:
+            ValueError: no weight of these kernels has such facts.
+        """
+        raise ValueError(f"these kernels keep no weight, so none of {dict(facts)}")
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -209,7 +235,7 @@ class Kernels(ABC):
         """
         kv_heads = cache.keys.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
-        queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        queries, keys, values = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if query_norm is not None:
             queries = self.rms_norm(queries, query_norm, eps)
         if key_norm is not None:

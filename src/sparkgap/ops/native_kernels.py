@@ -12,7 +12,7 @@ set the kernels were compiled for.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from torch.nn import functional
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, QuantizedWeight, RotaryTable
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
 from sparkgap.ops.w8a8 import Quantization
 
-PackedForm = Literal["int8", "bfloat16", "float32"]
+ValueForm = Literal["int8", "bfloat16", "float32"]
 
 ISA_VARIABLE = "SPARKGAP_ISA"
 """Environment variable that forces a kernel variant: `avx512`, `avx2` or `portable`."""
@@ -41,7 +41,7 @@ class NativeLinearWeight(LinearWeight):
     """
 
     packed: _native.PackedWeight = field(kw_only=True)
-    form: PackedForm = field(kw_only=True)
+    form: ValueForm = field(kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class NativeKernels(Kernels):
             CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
         is_int8 = quantize and self.quantization == "w8a8"
-        form: PackedForm = "int8" if is_int8 else _PACKED_FORMS.get(weight.dtype, "float32")
+        form: ValueForm = "int8" if is_int8 else _PACKED_FORMS.get(weight.dtype, "float32")
         source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
@@ -120,6 +120,33 @@ class NativeKernels(Kernels):
             parts["bias"][:out_features] = bias
         shape = torch.empty(weight.values.shape, dtype=torch.int8, device="meta")
         return NativeLinearWeight(shape, bias, packed=packed, form="int8")
+
+    def packed_form(self, weight: LinearWeight) -> PackedForm:
+        """See `Kernels.packed_form`."""
+        if not isinstance(weight, NativeLinearWeight):
+            raise TypeError("the weight was not prepared by NativeKernels")
+        facts = {
+            "out_features": weight.out_features,
+            "in_features": weight.in_features,
+            "form": weight.form,
+            "dtype": str(weight.weight.dtype).removeprefix("torch."),
+            "bias": weight.bias is not None,
+            "input_scale": weight.packed.input_scale,
+        }
+        return PackedForm(facts, weight.packed.parts())
+
+    def blank_packed(self, facts: Mapping[str, Any]) -> tuple[NativeLinearWeight, dict[str, Tensor]]:
+        """See `Kernels.blank_packed`."""
+        try:
+            form, shape = facts["form"], (facts["out_features"], facts["in_features"])
+            packed = self.executor.blank_weight(*shape, form, facts["bias"], facts["input_scale"])
+            dtype = _DTYPES[facts["dtype"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no packed weight has these facts: {dict(facts)}") from error
+        parts = packed.parts()
+        bias = parts["bias"][: shape[0]] if "bias" in parts else None
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return NativeLinearWeight(meta, bias, packed=packed, form=form), parts
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
@@ -394,8 +421,10 @@ class _HeadStep(NamedTuple):
     confidences: Tensor | None
 
 
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int8")}
+
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 """What the native module calls the dtypes of results."""
 
-_PACKED_FORMS: Mapping[torch.dtype, PackedForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PACKED_BYTES: Mapping[PackedForm, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
+_PACKED_FORMS: Mapping[torch.dtype, ValueForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PACKED_BYTES: Mapping[ValueForm, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
