@@ -117,9 +117,7 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        _engine(
-            "--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."
-        ),
+        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."),
     ] = None
     num_speculative_tokens: Annotated[
         int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: the drafter's own.")
