@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -125,6 +126,24 @@ uint32_t Pool::run(std::span<const Call> calls, int threads) {
   }
   execute(job, 0);
   return fault.load(std::memory_order_relaxed);
+}
+
+std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uint32_t* fault) {
+  std::atomic<uint32_t> faults{0};
+  size_t scratch_bytes = 0;
+  for (const Call& call : calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
+  std::vector<int64_t> times;
+  times.reserve(calls.size() * size_t(threads));
+  const std::lock_guard lock(mutex_);
+  grow(1, scratch_bytes);
+  for (const Call& call : calls)
+    for (int index = 0; index < threads; index++) {
+      const auto started = std::chrono::steady_clock::now();
+      call.run(Worker{index, threads, members_[0]->scratch.data, &faults});
+      times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - started).count());
+    }
+  *fault = faults.load(std::memory_order_relaxed);
+  return times;
 }
 
 void Pool::execute(const Job& job, int index) {

@@ -23,6 +23,10 @@ class Pool {
   // threads have ended the one before. Returns the faults. Blocks while another caller's list runs.
   uint32_t run(std::span<const Call> calls, int threads);
 
+  // Runs `calls` on the caller's thread alone, as each of `threads` threads in turn: nanoseconds of every share of every
+  // call, `[calls, threads]`. Shares that wait for nobody show what a call costs and how evenly it is cut.
+  std::vector<int64_t> measure(std::span<const Call> calls, int threads, uint32_t* fault);
+
   // Ends and joins all threads; a later `run` starts them again.
   void shutdown();
 

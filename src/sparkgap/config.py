@@ -13,7 +13,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Values of `EngineConfig.dtype`; `auto` is bfloat16."""
 
-QUANTIZATIONS = ("auto", "w8a8", "none")
+QUANTIZATIONS = ("auto", "w8a8", "w8a8-static", "none")
 """Values of `EngineConfig.quantization`."""
 
 MAX_LOGPROBS = 20
@@ -21,6 +21,17 @@ MAX_LOGPROBS = 20
 
 GRAPHS = ("auto", "on", "off")
 """Values of `EngineConfig.graphs`; `auto` is on where the device can record passes."""
+
+CONTEXT_GRAPHS = ("auto", "off", "compact", "masked")
+"""Values of `EngineConfig.context_graph`."""
+
+EXECUTION_MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"graphs": "off", "context_graph": "off"},
+    "graphs": {"graphs": "on", "context_graph": "off"},
+    "compact": {"graphs": "on", "context_graph": "compact"},
+    "masked": {"graphs": "on", "context_graph": "masked"},
+}
+"""Ways to run a round that checks and benches compare, as settings of `EngineConfig`. All give the same tokens."""
 
 MAX_COMPLETIONS = 16384
 """Most completions of one prompt (vLLM's limit)."""
@@ -305,8 +316,9 @@ class EngineConfig:
         dtype: one of `DTYPES`, of weights and KV cache, and of activations on accelerators (on the CPU they are
             float32).
         quantization: one of `QUANTIZATIONS`. `w8a8` runs matrix products on int8 weights, with a scale for each
-            output channel, and int8 activations, with a scale for each token; `auto` is `w8a8` on the CPU when
-            dtype is `auto` too, else `none`.
+            output channel, and int8 activations, with a scale for each token; `w8a8-static` takes the activations'
+            scales from a model directory that `sparkgap quantize` calibrated. `auto` is what the model directory was
+            quantized for; for others `w8a8` on the CPU when dtype is `auto` too, else `none`.
         device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
@@ -327,6 +339,10 @@ class EngineConfig:
         speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None does not
             speculate.
         graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
+        context_graph: one of `CONTEXT_GRAPHS`: how a round updates the drafter's context when passes are captured.
+            `masked` replays a graph over all rows, where rejected ones write nothing; `compact` one for as many rows as
+            were accepted, which the host copies together; `off` computes the accepted rows eagerly. `auto` is `masked`,
+            the fastest for one sequence, where passes are captured.
         allow_download: whether a model that is not cached may be fetched.
 
     Raises:
@@ -351,12 +367,21 @@ class EngineConfig:
     speculation: bool = True
     speculative_config: SpeculativeConfig | None = None
     graphs: str | bool = "auto"
+    context_graph: str = "auto"
     allow_download: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.graphs, bool):
             object.__setattr__(self, "graphs", "on" if self.graphs else "off")
         _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
+        _check(
+            self.context_graph in CONTEXT_GRAPHS,
+            f"context_graph must be one of {', '.join(CONTEXT_GRAPHS)}, got {self.context_graph!r}",
+        )
+        _check(
+            self.graphs != "off" or self.context_graph in ("auto", "off"),
+            f"context_graph {self.context_graph} contradicts graphs off; leave one of them out",
+        )
         _check(isinstance(self.model, str), f"model must be a name or a path as text, got {self.model!r}")
         _check(bool(self.model), "model must not be empty")
         _check(isinstance(self.device, str), f"device must be a name, got {self.device!r}")

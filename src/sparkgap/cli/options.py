@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sparkgap.config import (
+    CONTEXT_GRAPHS,
     DEFAULT_MODEL,
     DTYPES,
     GRAPHS,
@@ -121,6 +122,9 @@ class EngineOptions:
     graphs: Annotated[
         str, _engine("--graphs", help=f"Replay captured passes: {', '.join(GRAPHS)}; auto: on for the CPU.")
     ] = "auto"
+    context_graph: Annotated[
+        str, _engine("--context-graph", help=f"Context update of a round: {', '.join(CONTEXT_GRAPHS)}; auto: masked.")
+    ] = "auto"
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -138,6 +142,7 @@ class EngineOptions:
             speculation=not self.no_speculation,
             speculative_config=self._speculative_config(),
             graphs=self.graphs,
+            context_graph=self.context_graph,
             allow_download=not self.offline,
         )
 
