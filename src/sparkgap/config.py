@@ -250,6 +250,8 @@ class SpeculativeConfig:
             trained for unless its configuration says otherwise.
         draft_sample_method: how draft tokens of sampled requests are chosen. `greedy` takes the most probable and
             keeps the output the one without speculation; `probabilistic` samples them.
+        adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
+            down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
 
     Raises:
         ConfigError: a value is out of its range; the message names the setting.
@@ -259,6 +261,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None
     draft_sample_method: str = "greedy"
+    adaptive_length: bool = False
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -280,6 +283,15 @@ class SpeculativeConfig:
         _check(
             self.draft_sample_method in DRAFT_SAMPLE_METHODS,
             f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {self.draft_sample_method!r}",
+        )
+        _check(
+            isinstance(self.adaptive_length, bool),
+            f"adaptive_length must be True or False, got {self.adaptive_length!r}",
+        )
+        _check(
+            not self.adaptive_length or self.draft_sample_method == "greedy",
+            "adaptive_length needs draft_sample_method greedy: with probabilistic, a seeded request's tokens would "
+            "depend on the lengths",
         )
 
     @classmethod

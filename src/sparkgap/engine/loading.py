@@ -27,6 +27,7 @@ from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, make_kernels
+from sparkgap.rounds.draft_length import DraftLengthPolicy, draft_lengths
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
@@ -262,12 +263,14 @@ def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int
         num_speculative_tokens=chosen.num_speculative_tokens,
         sample_method="probabilistic" if chosen.config.draft_sample_method == "probabilistic" else "greedy",
         max_model_len=max_model_len,
+        length_policy=DraftLengthPolicy(chosen.num_speculative_tokens) if chosen.config.adaptive_length else None,
     )
 
 
 def _capture(
     config: EngineConfig, kernels: NativeKernels, passes: Passes, speculation: Speculation | None, max_model_len: int
 ) -> CapturedPasses:
+    policy = None if speculation is None else speculation.length_policy
     captured = CapturedPasses(
         passes.target,
         passes.caches,
@@ -276,6 +279,7 @@ def _capture(
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        shorter_lengths=() if policy is None else draft_lengths(policy.lengths[0])[1:],
         context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
     _logger.info("%s", captured.counters.summary())
