@@ -22,7 +22,7 @@ class ServerMetrics:
 
     def __init__(self, state: ServerState) -> None:
         # Times of creation would be half of all lines.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_BUCKETS_S
