@@ -68,9 +68,9 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(PACKAGE_SOURCES)
-	$(PIP) --editable .
+	$(PIP) --editable '.[server]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(PACKAGE_SOURCES)
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[server,dev]'
 	@touch $@ $(VENV)/.installed

@@ -1,8 +1,10 @@
 """Fixtures that several parts share."""
 
 import importlib.util
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,15 @@ def default_model_path() -> Path:
     from sparkgap.config import DEFAULT_MODEL
 
     return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture
+def plain_logging() -> Iterator[None]:
+    """Leaves logging as it was, whatever a test configures."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in ("sparkgap", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
