@@ -60,12 +60,17 @@ def num_draft_tokens(config: EngineConfig) -> int:
     """Draft tokens a round, by the configuration or by the drafter's files, which are downloaded if need be.
 
     Raises:
-        SparkgapError: no drafter is named, it is not found, damaged, or of a kind that is not supported.
+        SparkgapError: no drafter is named and none comes with Sparkgap for the model, it is not found, damaged, or of a
+            kind that is not supported.
     """
     _fetch_drafter(config)
-    from sparkgap.engine.speculation import find_drafter
+    from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.engine.speculation import find_drafter, find_shipped_drafter
 
     found = find_drafter(config)
+    if found is None:
+        target = open_checkpoint(config.model, allow_download=config.allow_download, progress=DownloadProgress())
+        found, _ = find_shipped_drafter(config, target)
     return 0 if found is None else found.num_speculative_tokens
 
 

@@ -119,9 +119,9 @@ def _check_same_tokens(reference: Any, other: Any, scheme: _Scheme) -> None:
 
 def _print_table(results: "dict[str, Quality]") -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", "perplexity", "mean KL", "99% KL", "same top token", "weights / token")
+    table = Table(Column("", overflow="fold"), "perplexity", "mean KL", "99% KL", "same top token", "weights / token")
     for name, result in results.items():
         table.add_row(
             name,
