@@ -1,5 +1,6 @@
 """From the options to a model that is ready, with its download and loading shown."""
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,16 @@ if TYPE_CHECKING:
 def _collection_paused() -> Iterator[None]:
     """No search for garbage while hundreds of thousands of objects come to stay, and none among them afterwards."""
     was_enabled = gc.isenabled()
+    if gc.get_freeze_count():
+        # A model that was loaded before may be garbage by now.
+        gc.unfreeze()
+        gc.collect()
     gc.disable()
     try:
         yield
         gc.freeze()
+        # At the end they are to be taken apart like all others: the native module reports what is left over.
+        atexit.register(gc.unfreeze)
     finally:
         if was_enabled:
             gc.enable()
