@@ -17,6 +17,7 @@ from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
+from sparkgap.engine.engine import Engine
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
@@ -64,6 +65,11 @@ class LLM:
         self._dropped: list[str] = []
 
     @property
+    def engine(self) -> Engine:
+        """What computes the requests, for an owner that steps it itself and uses no other method of this object."""
+        return self._engine
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with its chat template."""
         return self._loaded.checkpoint.tokenizer
@@ -104,7 +110,7 @@ class LLM:
         params = _as_params(sampling_params, len(listed))
         with self._lock:
             requests = [
-                self._engine.make_request(_content(prompt), p, output_kind="final")
+                self._engine.make_request(prompt_content(prompt), p, output_kind="final")
                 for prompt, p in zip(listed, params, strict=True)
             ]
         return self._run(requests, use_progress)
@@ -147,7 +153,7 @@ class LLM:
             EngineError: computing failed (raised by the iterator).
         """
         with self._lock:
-            request = self._engine.make_request(_content(prompt), *_as_params(sampling_params, 1))
+            request = self._engine.make_request(prompt_content(prompt), *_as_params(sampling_params, 1))
         return self._iterate(request)
 
     def stream_chat(
@@ -221,6 +227,7 @@ class LLM:
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
+            "drafter_note": loaded.drafter_note,
             "graphs": self._graphs_info(),
         }
 
@@ -408,7 +415,7 @@ def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int)
     return list(params)
 
 
-def _content(prompt: Prompt) -> str | Seq[int]:
+def prompt_content(prompt: Prompt) -> str | Seq[int]:
     """Text or token ids of a prompt in any of its forms."""
     if isinstance(prompt, Mapping):
         known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]

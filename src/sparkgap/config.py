@@ -245,8 +245,9 @@ class SpeculativeConfig:
 
     Attributes:
         method: one of `SPECULATIVE_METHODS`, in any case; None takes what the drafter is.
-        model: the drafter, a directory or `hf:owner/name`.
-        num_speculative_tokens: draft tokens a round; None takes as many as the drafter was trained for.
+        model: the drafter, a directory or `hf:owner/name`; None takes the one that comes with Sparkgap for the target.
+        num_speculative_tokens: draft tokens a round; None takes the drafter's own default, which is as many as it was
+            trained for unless its configuration says otherwise.
         draft_sample_method: how draft tokens of sampled requests are chosen. `greedy` takes the most probable and
             keeps the output the one without speculation; `probabilistic` samples them.
         adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
@@ -335,9 +336,9 @@ class EngineConfig:
             of the free memory, and never below one sequence of `max_model_len`.
         seed: source of the seeds of requests that have none.
         threads: compute threads; None takes the cores available to the process.
-        speculation: False decodes without the drafter that `speculative_config` names.
-        speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None does not
-            speculate.
+        speculation: False decodes without a drafter.
+        speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None speculates
+            with the drafter that comes with Sparkgap for the target, if there is one.
         graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
         context_graph: one of `CONTEXT_GRAPHS`: how a round updates the drafter's context when passes are captured.
             `masked` replays a graph over all rows, where rejected ones write nothing; `compact` one for as many rows as

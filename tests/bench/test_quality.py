@@ -10,7 +10,7 @@ from sparkgap import LLM
 from sparkgap.bench.quality import Reference, held_text, measure_quality, text_windows
 from sparkgap.errors import PromptError
 from tests.cli.conftest import Program
-from tests.cli.tiny_model import write_tiny_model
+from tests.tiny_model import CONTEXT, VOCAB_SIZE, write_tiny_model
 
 TEXT = "Pack my box with five dozen liquor jugs, and quickly."
 
@@ -61,7 +61,7 @@ def test_pieces_of_a_text(model: Path) -> None:
     for text, limit in (("", None), ("a", None), (TEXT, 1)):
         with pytest.raises(PromptError, match="fewer than two tokens"):
             text_windows(llm, text, 25, limit)
-    for wrong in ([], [0] * 65, [260], [-1]):
+    for wrong in ([], [0] * (CONTEXT + 1), [VOCAB_SIZE], [-1]):
         with pytest.raises(PromptError):
             llm.hidden_states(wrong)
 

@@ -11,7 +11,7 @@ from sparkgap import LLM, SamplingParams, _native
 from sparkgap.catalog.packed_files import packed_files
 from sparkgap.engine import packed
 from sparkgap.models.loading import _Loader
-from tests.cli.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 

@@ -42,7 +42,7 @@ def quantize(
     ] = None,
     clip: Annotated[
         bool, typer.Option("--clip/--no-clip", help="Scales of least squared error, not of the largest value.")
-    ] = False,
+    ] = True,
     seed: Annotated[int, typer.Option("--seed", help="Source of all random numbers.")] = 0,
     threads: Annotated[
         int | None, typer.Option("--threads", help="Compute threads; default: the cores this process may use.")

@@ -16,7 +16,7 @@ from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
-from sparkgap.engine.speculation import ChosenDrafter, find_drafter
+from sparkgap.engine.speculation import ChosenDrafter, find_drafter, find_shipped_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -52,6 +52,7 @@ class LoadedEngine:
         quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
         passes: what computes the rounds' passes.
+        drafter_note: what a user should know of a drafter that comes with Sparkgap; None for nothing.
     """
 
     engine: Engine
@@ -62,6 +63,7 @@ class LoadedEngine:
     quantization: EngineQuantization | None
     speculation: ChosenDrafter | None
     passes: Passes
+    drafter_note: str | None = None
 
     @property
     def graph_counters(self) -> GraphCounters:
@@ -87,6 +89,9 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     # What is wrong with a drafter shows here, before the target is read.
     drafter = find_drafter(config, progress)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
+    drafter_note = None
+    if drafter is None:
+        drafter, drafter_note = find_shipped_drafter(config, checkpoint)
     model = ModelConfig.from_hf(checkpoint.config)
     quantization = resolve_quantization(config, device, model.quantization, checkpoint.name)
     threads = config.threads or usable_cores()
@@ -133,7 +138,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = SpeculativeRunner(target, caches, sampler, speculation, passes)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes)
+    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes, drafter_note)
 
 
 def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: EngineQuantization | None) -> int:

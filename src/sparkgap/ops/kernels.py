@@ -235,7 +235,7 @@ class Kernels(ABC):
         """
         kv_heads = cache.keys.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
-        queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        queries, keys, values = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if query_norm is not None:
             queries = self.rms_norm(queries, query_norm, eps)
         if key_norm is not None:
@@ -322,7 +322,7 @@ class Kernels(ABC):
             hidden: `[sequences, hidden]`; may be a view of every block's row.
             previous: int64 `[sequences]`, target id of the token before.
             state: what the step before gave; None at a block's start.
-            heads: the heads' weights.
+            heads: the heads' weights, at the step's place (`DraftHeads.at`).
         """
         return draft.draft_step(self.linear, base_logits, hidden, previous, state, heads)
 
