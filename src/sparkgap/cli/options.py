@@ -104,16 +104,6 @@ class EngineOptions:
     max_num_seqs: Annotated[int, _engine("--max-num-seqs", help="Most sequences decoded together.")] = (
         EngineConfig.max_num_seqs
     )
-    max_num_batched_tokens: Annotated[
-        int, _engine("--max-num-batched-tokens", help="Most prompt tokens in one step.")
-    ] = EngineConfig.max_num_batched_tokens
-    max_decode_stretch: Annotated[
-        float,
-        _engine("--max-decode-stretch", help="How much longer a step may take that also reads prompts; above 1."),
-    ] = EngineConfig.max_decode_stretch
-    enable_prefix_caching: Annotated[
-        bool, _engine("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of prompts seen before.")
-    ] = EngineConfig.enable_prefix_caching
     kv_cache_memory: Annotated[
         str | None, _engine("--kv-cache-memory", metavar="SIZE", help="KV cache size, such as 512M or 2G.")
     ] = None
@@ -150,9 +140,6 @@ class EngineOptions:
             device=self.device,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_decode_stretch=self.max_decode_stretch,
-            enable_prefix_caching=self.enable_prefix_caching,
             kv_cache_memory_bytes=None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory),
             seed=self.seed,
             threads=self.threads,
