@@ -18,7 +18,7 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.engine import Engine
-from sparkgap.engine.loading import load_engine
+from sparkgap.engine.loading import load_engine, lookup_tokens
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
@@ -259,9 +259,9 @@ class LLM:
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:
-        chosen = self._loaded.speculation
+        chosen, number = self._loaded.speculation, lookup_tokens(self.config)
         if chosen is None:
-            return None
+            return {"method": "ngram", "num_speculative_tokens": number} if number else None
         config = chosen.drafter.config
         settings = config.settings
         return {

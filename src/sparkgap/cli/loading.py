@@ -58,7 +58,11 @@ def num_draft_tokens(config: EngineConfig) -> int:
     """
     _fetch_drafter(config)
     from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.engine.loading import lookup_tokens
     from sparkgap.engine.speculation import find_drafter, find_shipped_drafter
+
+    if looked_up := lookup_tokens(config):
+        return looked_up
 
     found = find_drafter(config)
     if found is None:

@@ -86,7 +86,8 @@ def find_shipped_drafter(config: EngineConfig, target: Checkpoint) -> tuple[Foun
         ConfigError: speculation is configured, and no drafter comes with Sparkgap for this target; as `find_drafter`.
         CheckpointError, UnsupportedModelError: a drafter is damaged, or the target's tensors cannot be read.
     """
-    if not config.speculation:
+    wanted = config.speculative_config
+    if not config.speculation or (wanted is not None and not wanted.needs_drafter):
         return None, None
     match = match_shipped(target)
     if match.drafter is None and config.speculative_config is not None:

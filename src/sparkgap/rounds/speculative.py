@@ -4,6 +4,7 @@ One round of a sequence with P committed positions and N speculative tokens:
 
 1. *draft*: the block (anchor and mask tokens) at positions P ... reads the drafter's context KV of positions < P.
 2. *propose*: N draft tokens, each from its row's logits and the token before it.
+   With a `PromptLookup`, sequences whose last tokens stood before draft what followed them there, in place of 1 and 2.
 3. *verify*: the target computes anchor and draft tokens, N + 1 rows at positions P ... P + N.
    With a `DraftLengthPolicy` only as many draft tokens as pay, or a plain round in place of all this.
 4. *settle*: the accepted draft tokens and the target's own token after them; P grows by as many.
@@ -30,6 +31,7 @@ from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
 from sparkgap.rounds.logits import probabilities
+from sparkgap.rounds.lookup import PromptLookup
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.random import Purpose
 from sparkgap.rounds.sampling import Sampler, draw
@@ -57,6 +59,8 @@ class Speculation:
             so that the output is the one without speculation; `probabilistic` samples them and verifies by
             rejection.
         max_model_len: most positions of a sequence; rows beyond write no KV.
+        lookup: finds drafts in a sequence's own past, which are verified instead of the drafter's; None looks nothing
+            up. Not with `probabilistic`.
         length_policy: chooses how many of the draft tokens a round verifies; None verifies all. Only for drafts that
             are not sampled: with those, the tokens of a seeded request would depend on the choice.
     """
@@ -66,6 +70,7 @@ class Speculation:
     num_speculative_tokens: int
     sample_method: DraftSampleMethod
     max_model_len: int
+    lookup: PromptLookup | None = None
     length_policy: DraftLengthPolicy | None = None
 
     @property
@@ -94,12 +99,19 @@ class SpeculativeRunner(PlainRunner):
         """One round of each sequence: its accepted draft tokens and the target's own."""
         reasons = [self._reason_against(sequence) for sequence in sequences]
         policy, length = self.speculation.length_policy, self.speculation.num_speculative_tokens
-        wanted = [s for s, reason in zip(sequences, reasons, strict=True) if reason is None]
+        found = self._look_up([s for s, reason in zip(sequences, reasons, strict=True) if reason is None])
+        looked_up = {draft.sequence.sequence_id for draft in found}
+        wanted = [
+            s for s, reason in zip(sequences, reasons, strict=True) if reason is None and s.sequence_id not in looked_up
+        ]
         if policy is not None and wanted:
             length = policy.choose(wanted)
             if length == 0:
-                reasons = [reason or DOES_NOT_PAY for reason in reasons]
-        drafted = [s for s, reason in zip(sequences, reasons, strict=True) if reason is None]
+                reasons = [
+                    reason if s.sequence_id in looked_up else reason or DOES_NOT_PAY
+                    for s, reason in zip(sequences, reasons, strict=True)
+                ]
+        drafted = wanted if length else []
         plain = [s for s, reason in zip(sequences, reasons, strict=True) if reason is not None]
         started_s = time.perf_counter()
         from_rounds = self._round(drafted, length) if drafted else []
@@ -110,14 +122,19 @@ class SpeculativeRunner(PlainRunner):
                 policy.add_round(len(wanted), length, time.perf_counter() - started_s)
             for sequence, output in zip(drafted, from_rounds, strict=True):
                 policy.add_acceptance(sequence, output.num_draft_tokens, output.num_accepted_tokens)
-        rounds = iter(from_rounds)
+        rounds, lookups = iter(from_rounds), iter(self._verify(found) if found else [])
         return [
-            next(rounds) if reason is None else replace(next(from_plain), not_speculated=reason) for reason in reasons
+            replace(next(from_plain), not_speculated=reason)
+            if reason is not None
+            else next(lookups if s.sequence_id in looked_up else rounds)
+            for s, reason in zip(sequences, reasons, strict=True)
         ]
 
     def release(self, sequence: Sequence) -> None:
         """Forget what sampling and the choice of draft lengths keep of a sequence."""
         super().release(sequence)
+        if self.speculation.lookup is not None:
+            self.speculation.lookup.release(sequence)
         if self.speculation.length_policy is not None:
             self.speculation.length_policy.forget(sequence)
 
@@ -128,6 +145,17 @@ class SpeculativeRunner(PlainRunner):
         if sequence.num_computed_tokens > self.speculation.drafter.max_context_length:
             return CONTEXT_TOO_LONG
         return None
+
+    def _look_up(self, sequences: Seq[Sequence]) -> list[Drafted]:
+        """Drafts of the sequences whose past has some."""
+        lookup, count = self.speculation.lookup, self.speculation.num_speculative_tokens
+        if lookup is None:
+            return []
+        return [
+            Drafted(sequence, found)
+            for sequence in sequences
+            if (found := lookup.continuation(sequence, count)) is not None
+        ]
 
     def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
         """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""
@@ -149,18 +177,30 @@ class SpeculativeRunner(PlainRunner):
             Drafted(sequence, tuple(token_ids[:length]))
             for sequence, token_ids in zip(sequences, proposal.token_ids.tolist(), strict=True)
         ]
+        finite = proposal.scores.isfinite().all(-1).tolist()
+        return self._verify(drafted, finite, None if draft_probabilities is None else draft_probabilities[:, :length])
+
+    def _verify(
+        self, drafted: Seq[Drafted], finite: Seq[bool] | None = None, draft_probabilities: Tensor | None = None
+    ) -> list[RoundOutput]:
+        """Verify and settle drafts of one length, and update contexts.
+
+        Args:
+            drafted: sequences and their draft tokens.
+            finite: whether each draft's logits were finite numbers; None where no drafter proposed them.
+            draft_probabilities: as `_propose`.
+        """
         batch = self._verification_batch(drafted)
         output = self.passes.decode(batch)
         assert output.logits is not None
         if draft_probabilities is None:
             settlements = exact_match(self.sampler, output.logits, drafted)
         else:
-            settlements = rejection(self.sampler, output.logits, drafted, draft_probabilities[:, :length])
+            settlements = rejection(self.sampler, output.logits, drafted, draft_probabilities)
         self._commit(drafted, settlements, output, batch)
-        finite = proposal.scores.isfinite().all(-1).tolist()
         return [
-            self._output(settlement, length, is_finite)
-            for settlement, is_finite in zip(settlements, finite, strict=True)
+            self._output(settlement, len(draft.token_ids), is_finite)
+            for draft, settlement, is_finite in zip(drafted, settlements, finite or [True] * len(drafted), strict=True)
         ]
 
     def _propose(self, sequences: Seq[Sequence], anchors: Tensor, sampled: bool) -> tuple[Proposal, Tensor | None]:
