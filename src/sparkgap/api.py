@@ -221,6 +221,7 @@ class LLM:
             "max_model_len": self._engine.model.max_model_len,
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
             "block_size": cache.block_size,
             "kv_cache_blocks": cache.num_blocks,
             "kv_cache_tokens": cache.num_blocks * cache.block_size,

@@ -99,6 +99,7 @@ class EngineColumn:
 
     def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
         """See `Column.generate`. Raises EngineError when computing failed."""
+        # Every turn gives the same prompts; each is to be read in full.
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, skip_reading_prefix_cache=True)
         output = self._llm.generate([list(token_ids)], params)[0]
         metrics = output.metrics
