@@ -13,8 +13,8 @@ pytestmark = pytest.mark.model
 def test_answers_are_those_in_process(default_model_path):
     messages = [{"role": "user", "content": "Name three colours."}]
     path = str(default_model_path)
-    expected = LLM(path).chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
-    with running(path, engine={"dtype": "auto", "threads": None}, served_model_name="smollm2-135m") as server:
+    expected = LLM(path, threads=1).chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    with running(path, engine={"dtype": "auto"}, served_model_name="smollm2-135m") as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         options = {"model": "smollm2-135m", "messages": messages, "temperature": 0, "max_tokens": 24}
         answer = client.chat.completions.create(**options, logprobs=True)

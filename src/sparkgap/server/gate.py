@@ -59,7 +59,7 @@ class Gate:
                 self._state.end()
             client = scope["client"][0] if scope["client"] else ""
             self._metrics.responded(scope["method"] if log.handler != "none" else "", log.handler, exchange.status)
-            if not is_open or exchange.status >= 500:
+            if not is_open or exchange.status == 500:
                 log.write(method=scope["method"], path=scope["path"], status=exchange.status, client=client)
 
     async def _serve(self, scope: Scope, headers: dict[str, str], exchange: "_Exchange", is_open: bool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import ipaddress
 import logging
 import os
 import resource
@@ -59,6 +60,7 @@ class ServerProcess:
         load: loads the model.
 
     Attributes:
+        listener: as given.
         state, server: made when it runs; `server` is uvicorn's.
     """
 
@@ -66,7 +68,7 @@ class ServerProcess:
         self.state: ServerState | None = None
         self.server: uvicorn.Server | None = None
         self._settings = settings
-        self._listener = listener
+        self.listener = listener
         self._load = load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_asked: asyncio.Event | None = None
@@ -84,7 +86,7 @@ class ServerProcess:
         stop_asked = self._stop_asked = asyncio.Event()
         server = self.server = _Server(_uvicorn_config(state))
         with _stop_signals(loop, stop_asked):
-            serving = loop.create_task(server.serve([self._listener]))
+            serving = loop.create_task(server.serve([self.listener]))
             stopping = loop.create_task(stop_asked.wait())
             try:
                 llm = await self._load_or_stop(stopping)
@@ -92,15 +94,16 @@ class ServerProcess:
                     write_event(logging.INFO, "stopped while loading")
                     return 0
                 self._become_ready(state, llm)
-                await stopping
+                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
                 await self._drain(state)
+                # Requests that still run get an error to send.
+                has_closed = await asyncio.to_thread(state.llm.close, _CLOSING_S)
             finally:
                 stopping.cancel()
                 server.should_exit = True
-                server.config.timeout_graceful_shutdown = 1
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(serving, _CLOSING_S)
-        if not await asyncio.to_thread(state.llm.close, _CLOSING_S):
+        if not has_closed:
             write_event(logging.ERROR, "stopped, though a step was still being computed")
             return 1
         write_event(logging.INFO, "stopped")
@@ -137,9 +140,13 @@ class ServerProcess:
 
     def _become_ready(self, state: ServerState, llm: LLM) -> None:
         state.ready(AsyncLLM.from_llm(llm))
-        host, port = self._listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         write_event(logging.INFO, "ready", url=url, model=state.model_name)
+        if self._settings.api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            write_event(
+                logging.WARNING, "there is no --api-key: everybody who can reach this address may use it"
+            )
 
     async def _drain(self, state: ServerState) -> None:
         state.drain()
@@ -170,6 +177,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_graceful_shutdown=1,
         backlog=BACKLOG,
         timeout_keep_alive=max(int(state.settings.read_timeout_s), 1),
     )
