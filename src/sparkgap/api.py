@@ -18,7 +18,7 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.engine import Engine
-from sparkgap.engine.loading import load_engine
+from sparkgap.engine.loading import load_engine, lookup_tokens
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
@@ -221,11 +221,13 @@ class LLM:
             "max_model_len": self._engine.model.max_model_len,
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
             "block_size": cache.block_size,
             "kv_cache_blocks": cache.num_blocks,
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
+            "drafter_note": loaded.drafter_note,
             "graphs": self._graphs_info(),
         }
 
@@ -257,9 +259,9 @@ class LLM:
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:
-        chosen = self._loaded.speculation
+        chosen, number = self._loaded.speculation, lookup_tokens(self.config)
         if chosen is None:
-            return None
+            return {"method": "ngram", "num_speculative_tokens": number} if number else None
         config = chosen.drafter.config
         settings = config.settings
         return {

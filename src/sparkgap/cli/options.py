@@ -117,10 +117,10 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: none."),
+        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."),
     ] = None
     num_speculative_tokens: Annotated[
-        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: as trained.")
+        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: the drafter's own.")
     ] = None
     no_speculation: Annotated[bool, _engine("--no-speculation", help="Decode without a drafter.")] = False
     graphs: Annotated[

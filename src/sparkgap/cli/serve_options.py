@@ -114,6 +114,14 @@ class ServeOptions:
     max_num_batched_tokens: Annotated[
         int, _limit("--max-num-batched-tokens", help="Most prompt tokens that are computed at once.")
     ] = EngineConfig.max_num_batched_tokens
+    max_decode_stretch: Annotated[
+        float,
+        _limit(
+            "--max-decode-stretch",
+            metavar="FACTOR",
+            help="How much longer than a decode round a step may take that also reads prompts; above 1.",
+        ),
+    ] = EngineConfig.max_decode_stretch
     no_enable_prefix_caching: Annotated[
         bool, _limit("--no-enable-prefix-caching", help="Compute all of a prompt, also where its KV is there already.")
     ] = False
@@ -141,6 +149,7 @@ class ServeOptions:
         return replace(
             engine.config(),
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_decode_stretch=self.max_decode_stretch,
             enable_prefix_caching=not self.no_enable_prefix_caching,
         )
 

@@ -295,7 +295,9 @@ class Engine:
             )
 
     def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> float:
-        """Run a pass over `sequences` and hand out what it gave; how long the pass took, in seconds."""
+        """Run a pass over `sequences`, if any, and hand out what it gave; how long the pass took, in seconds."""
+        if not sequences:
+            return 0.0
         started_s = time.perf_counter()
         outputs = self._guarded(run, len(sequences))
         ended_s = time.perf_counter()
