@@ -14,6 +14,12 @@
 
 namespace sparkgap {
 
+// When lists and calls ran, in nanoseconds of steady time: begin and end of each. A call's end is when all threads have
+// ended it.
+struct Timeline {
+  std::vector<int64_t> lists, calls;
+};
+
 class Pool {
  public:
   // The process's pool. After a fork the child gets a new one: threads do not survive a fork.
@@ -22,6 +28,10 @@ class Pool {
   // Runs `calls` one after another, each on `threads` threads of which the caller is one; a call begins when all
   // threads have ended the one before. Returns the faults. Blocks while another caller's list runs.
   uint32_t run(std::span<const Call> calls, int threads);
+
+  // The same for several lists in a row, whose calls need at most `scratch_bytes`. Times go to `timeline` unless it is
+  // null, which costs a branch a call.
+  uint32_t run(std::span<const std::span<const Call>> lists, int threads, size_t scratch_bytes, Timeline* timeline = nullptr);
 
   // Ends and joins all threads; a later `run` starts them again.
   void shutdown();

@@ -12,7 +12,7 @@ set the kernels were compiled for.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -304,6 +304,28 @@ class NativeKernels(Kernels):
         following = self._empty(embedded.shape, embedded.dtype)
         self.executor.recurrent_head(projected, state, latent, following)
         return latent, embedded, following
+
+    def pick_tokens(self, logits: Tensor, token_ids: Tensor, scores: Tensor) -> None:
+        """See `Kernels.pick_tokens`."""
+        self.executor.draft_pick(logits, None, None, token_ids, scores)
+
+    def begin_round(self, *tensors: Tensor) -> None:
+        """See `Kernels.begin_round`."""
+        self.executor.begin_round(*tensors)
+
+    def verify_rows(self, *operands: Any) -> None:
+        """See `Kernels.verify_rows`."""
+        self.executor.verify_rows(*operands)
+
+    def settle_round(self, *operands: Any) -> None:
+        """See `Kernels.settle_round`."""
+        self.executor.settle_round(*operands)
+
+    def hand_off(
+        self, next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor
+    ) -> None:
+        """See `Kernels.hand_off`."""
+        self.executor.hand_off(next_anchors, next_positions, state_anchors, state_positions)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result; during a capture from the graph's arena."""
