@@ -81,7 +81,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<>())
       .def_prop_rw("timed", &Stream::timed, &Stream::set_timed)
       .def("launch", &Stream::launch, "program"_a)
-      .def("reset", &Stream::reset)
+      .def("reset", &Stream::reset, "timeout_s"_a)
       .def("stop", &Stream::stop);
 
   nb::class_<Executor>(m, "Executor", "Runs or records the CPU device's operations.")

@@ -166,15 +166,17 @@ void Stream::work(std::shared_ptr<StreamState> shared) {
   }
 }
 
-void Stream::reset() {
-  std::vector<std::shared_ptr<Launch>> ended;
-  {
-    const nb::gil_scoped_release released;
-    std::unique_lock lock(shared_->mutex);
-    shared_->finished.wait(lock, [this] { return shared_->stopping || (shared_->queue.empty() && !shared_->running); });
-    shared_->failure.clear();
-    ended.swap(shared_->ended);
-  }
+bool Stream::reset(double timeout_s) {
+  std::vector<std::shared_ptr<Launch>> ended;  // destroyed last, under the GIL again
+  const nb::gil_scoped_release released;
+  std::unique_lock lock(shared_->mutex);
+  const bool idle = shared_->finished.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] {
+    return shared_->stopping || (shared_->queue.empty() && !shared_->running);
+  });
+  if (!idle) return false;
+  shared_->failure.clear();
+  ended.swap(shared_->ended);
+  return true;
 }
 
 void Stream::stop() {

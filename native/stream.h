@@ -70,8 +70,8 @@ class Stream {
 
   // Takes a program; returns at once. Throws std::runtime_error after `stop`.
   std::shared_ptr<Launch> launch(std::shared_ptr<Program> program);
-  // Waits until nothing runs or waits, and forgets a failure. GIL released.
-  void reset();
+  // Waits until nothing runs or waits, and forgets a failure; false when that takes longer. GIL released.
+  bool reset(double timeout_s);
   // Fails what waits, lets what runs end, and ends the thread. Launches after it are refused.
   void stop();
   static void stop_all();  // every stream of the process

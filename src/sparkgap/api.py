@@ -192,6 +192,7 @@ class LLM:
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
             "graphs": self._graphs_info(),
+            "task_pipeline": self._pipeline_info(),
         }
 
     def graph_counts(self) -> dict[str, Any]:
@@ -213,6 +214,17 @@ class LLM:
             "capture_ms": counters.capture_ms,
             "memory_bytes": counters.memory_bytes,
             "sequences": list(passes.buckets),
+        }
+
+    def _pipeline_info(self) -> dict[str, Any]:
+        runner = self._loaded.pipeline
+        if runner is None:
+            return {"active": False, "refused": list(self._loaded.pipeline_refusals)}
+        return {
+            "active": True,
+            "slots": len(runner.pipeline.slots),
+            "memory_bytes": runner.pipeline.nbytes,
+            "refused_rounds": dict(runner.refused),
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:

@@ -22,6 +22,9 @@ MAX_LOGPROBS = 20
 GRAPHS = ("auto", "on", "off")
 """Values of `EngineConfig.graphs`; `auto` is on where the device can record passes."""
 
+TASK_PIPELINES = ("auto", "on", "off")
+"""Values of `EngineConfig.task_pipeline`; `auto` is on where rounds can be chained on the device."""
+
 MAX_COMPLETIONS = 16384
 """Most completions of one prompt (vLLM's limit)."""
 
@@ -298,6 +301,9 @@ class EngineConfig:
         speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None does not
             speculate.
         graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
+        task_pipeline: one of `TASK_PIPELINES`, or True or False: whether rounds are chained on the device, so that the
+            host learns of a round while the next one runs. Requests that this cannot serve take rounds that the host
+            carries.
         allow_download: whether a model that is not cached may be fetched.
 
     Raises:
@@ -318,11 +324,17 @@ class EngineConfig:
     speculation: bool = True
     speculative_config: SpeculativeConfig | None = None
     graphs: str | bool = "auto"
+    task_pipeline: str | bool = "auto"
     allow_download: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.graphs, bool):
-            object.__setattr__(self, "graphs", "on" if self.graphs else "off")
+        for name in ("graphs", "task_pipeline"):
+            if isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, "on" if getattr(self, name) else "off")
+        _check(
+            self.task_pipeline in TASK_PIPELINES,
+            f"task_pipeline must be one of {', '.join(TASK_PIPELINES)}, got {self.task_pipeline!r}",
+        )
         _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
         _check(isinstance(self.model, str), f"model must be a name or a path as text, got {self.model!r}")
         _check(bool(self.model), "model must not be empty")

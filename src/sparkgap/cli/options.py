@@ -16,6 +16,7 @@ from sparkgap.config import (
     DTYPES,
     GRAPHS,
     QUANTIZATIONS,
+    TASK_PIPELINES,
     EngineConfig,
     SamplingParams,
     SpeculativeConfig,
@@ -121,6 +122,10 @@ class EngineOptions:
     graphs: Annotated[
         str, _engine("--graphs", help=f"Replay captured passes: {', '.join(GRAPHS)}; auto: on for the CPU.")
     ] = "auto"
+    task_pipeline: Annotated[
+        str,
+        _engine("--task-pipeline", help=f"Chain rounds on the device: {', '.join(TASK_PIPELINES)}; auto: where it can."),
+    ] = "auto"
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -138,6 +143,7 @@ class EngineOptions:
             speculation=not self.no_speculation,
             speculative_config=self._speculative_config(),
             graphs=self.graphs,
+            task_pipeline=self.task_pipeline,
             allow_download=not self.offline,
         )
 

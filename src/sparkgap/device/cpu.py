@@ -80,6 +80,11 @@ class CpuGraph:
         self._graph.replay()
 
     @property
+    def native(self) -> _native.Graph:
+        """The recorded calls, for a program to take."""
+        return self._graph
+
+    @property
     def nbytes(self) -> int:
         """Memory of the recorded calls, without the arena."""
         return self._graph.bytes

@@ -1,7 +1,8 @@
 """Requests in, outputs out: one step at a time."""
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import OutputKind, Request
 from sparkgap.engine.scheduler import Scheduler
 from sparkgap.errors import ConfigError, EngineError, PromptError
+from sparkgap.rounds.pipeline.runner import PipelinedRunner
 from sparkgap.rounds.random import MASK_64, derive_seed
 from sparkgap.rounds.sequence import RoundOutput, Runner, Sequence
 
@@ -63,7 +65,9 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=model.max_model_len,
             num_lookahead_tokens=runner.num_lookahead_tokens,
+            num_rounds_ahead=runner.num_rounds_ahead if isinstance(runner, PipelinedRunner) else 1,
         )
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Completion]] = {}
         self._moved: dict[str, Request] = {}
@@ -160,17 +164,43 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _compute_step(self) -> None:
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self._in_flight())
         for sequence in schedule.preempted:
             self.runner.release(sequence)
             self._owners[sequence.sequence_id][0].num_preemptions += 1
-        self._compute(schedule.decodes, lambda: self.runner.decode(schedule.decodes))
+        decodes = self._submit(schedule.decodes)
+        self._compute(decodes, lambda: self.runner.decode(decodes))
+        self._consume()
         # A failed round may have ended requests that have another completion among the prompts.
         chunks = [chunk for chunk in schedule.chunks if chunk.sequence.sequence_id in self._owners]
         self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
 
+    def _in_flight(self) -> Mapping[int, int]:
+        """Rounds of each sequence that are submitted and not consumed, by its id."""
+        return {} if self._pipelined is None else self._pipelined.in_flight()
+
+    def _submit(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Give the pipeline the rounds that it takes, as many as fit; the sequences that decode without it."""
+        runner = self._pipelined
+        if runner is None:
+            return decodes
+        pipelined, direct = runner.split(decodes)
+        while batch := runner.next_round(pipelined):
+            self._compute(batch, functools.partial(runner.submit, batch))
+            pipelined = [sequence for sequence in pipelined if sequence.sequence_id in self._owners]
+        return [sequence for sequence in direct if sequence.sequence_id in self._owners]
+
+    def _consume(self) -> None:
+        """Hand out what the oldest round in flight gave, while the one behind it runs."""
+        runner = self._pipelined
+        if runner is not None and (sequences := runner.oldest):
+            self._compute(list(sequences), runner.consume)
+            self.scheduler.free_retired(runner.in_flight())
+
     def _restart(self) -> None:
         """Forget all that is computed but not the tokens; nobody knows how far an interrupted step came."""
+        if self._pipelined is not None:
+            self._pipelined.reset()
         for request, completion in list(self._owners.values()):
             self.runner.release(completion.sequence)
             if completion.finished:
@@ -219,7 +249,7 @@ class Engine:
     def _make_completion(
         self, index: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, max_tokens: int
     ) -> Completion:
-        sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids)
+        sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids, max_output_tokens=max_tokens)
         self._num_sequences += 1
         return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
@@ -263,6 +293,9 @@ class Engine:
         del self._requests[request.request_id]
 
     def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
+        if self._in_flight().get(sequence.sequence_id):
+            self.scheduler.retire(sequence)
+        else:
+            self.scheduler.remove(sequence)
         self.runner.release(sequence)
         del self._owners[sequence.sequence_id]

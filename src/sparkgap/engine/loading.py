@@ -24,8 +24,12 @@ from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import check_tensors, expected_shapes, load_target
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
+from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
+from sparkgap.rounds.pipeline.pipeline import Pipeline
+from sparkgap.rounds.pipeline.runner import PipelinedRunner
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
+from sparkgap.rounds.sequence import Runner
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ class LoadedEngine:
         quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
         passes: what computes the rounds' passes.
+        pipeline: what chains rounds on the device; None without.
+        pipeline_refusals: why there is none.
     """
 
     engine: Engine
@@ -54,6 +60,8 @@ class LoadedEngine:
     quantization: Quantization | None
     speculation: ChosenDrafter | None
     passes: Passes
+    pipeline: PipelinedRunner | None
+    pipeline_refusals: tuple[Refusal, ...]
 
     @property
     def graph_counters(self) -> GraphCounters:
@@ -116,9 +124,19 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = PlainRunner(target, caches, sampler, passes)
     else:
         runner = SpeculativeRunner(target, caches, sampler, speculation, passes)
+    facts = EngineFacts(
+        str(config.task_pipeline),
+        captured=isinstance(passes, CapturedPasses),
+        speculates=speculation is not None,
+        max_context_length=None if speculation is None else speculation.drafter.max_context_length,
+    )
+    pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
-    engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes)
+    served: Runner = runner if pipelined is None else pipelined
+    engine = Engine(served, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
+    return LoadedEngine(
+        engine, checkpoint, target, caches, threads, quantization, chosen, passes, pipelined, refusals(facts)
+    )
 
 
 def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
@@ -238,3 +256,32 @@ def _capture(
     )
     _logger.info("%s", captured.counters.summary())
     return captured
+
+
+def _chain(
+    config: EngineConfig,
+    runner: PlainRunner,
+    passes: Passes,
+    kernels: Kernels,
+    facts: EngineFacts,
+    max_model_len: int,
+) -> PipelinedRunner | None:
+    """The runner that chains rounds on the device; None where admission refuses it.
+
+    Raises:
+        ConfigError: it is wanted, and refused.
+    """
+    reasons = refusals(facts)
+    if reasons and config.task_pipeline == "on":
+        raise ConfigError(
+            f"task_pipeline on is not possible: {'; '.join(reasons)}; use task_pipeline auto, or device cpu with "
+            "graphs on and another dtype than float16"
+        )
+    if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
+        return None
+    pipeline = Pipeline(
+        passes, kernels, max_sequences=config.max_num_seqs, max_model_len=max_model_len, counters=passes.counters
+    )
+    passes.counters.memory_bytes += pipeline.nbytes
+    passes.end_startup()
+    return PipelinedRunner(runner, pipeline, facts)

@@ -83,6 +83,10 @@ class CapturedPasses(Passes):
         self.counters.memory_bytes = sum(family.nbytes for family in families) + input_bytes
         self._captures_at_close = executor.captures
 
+    def end_startup(self) -> None:
+        """Count what was captured up to now, by whomever, as captured at startup."""
+        self._captures_at_close = self._executor.captures
+
     def report(self) -> GraphCounters:
         """The counters as they are now."""
         self.counters.captures_since_startup = self._executor.captures - self._captures_at_close
@@ -98,7 +102,7 @@ class CapturedPasses(Passes):
             return TargetOutput(output.hidden, output.logits, output.captured, eager_reason=TOO_MANY_SEQUENCES)
         inputs = self._target_inputs[rows // sequences]
         inputs.load(batch, bucket)
-        results = self._target_graphs.replay(_named(inputs.batch(bucket)))
+        results = self._target_graphs.replay(named_inputs(inputs.batch(bucket)))
         captured = None if results.captured is None else results.captured[:rows]
         return TargetOutput(results.hidden[:rows], results.logits[:rows], captured, results.captured)
 
@@ -146,7 +150,7 @@ class CapturedPasses(Passes):
         # Every input says "write nothing" until it is first loaded.
         smallest = self.buckets[0]
         for inputs in self._target_inputs.values():
-            captured = self._target_graphs.replay(_named(inputs.batch(smallest))).captured
+            captured = self._target_graphs.replay(named_inputs(inputs.batch(smallest))).captured
             if captured is not None:
                 tensors = self._context_inputs.tensors(captured.shape[0])
                 self._context_graphs.replay({"captured": captured, **tensors})
@@ -161,7 +165,7 @@ class CapturedPasses(Passes):
             result = self.target.forward(batch, self.caches, self.captured_layers)
             return _TargetResults(result.hidden, self.target.logits(result.hidden), result.captured)
 
-        captured = self._target_graphs.capture(_named(batch), compute).captured
+        captured = self._target_graphs.capture(named_inputs(batch), compute).captured
         if captured is None:
             return
         model, tensors = self._draft_model, self._context_inputs.tensors(captured.shape[0])
@@ -191,7 +195,7 @@ class CapturedPasses(Passes):
         self.counters.eager[family, TOO_MANY_SEQUENCES] += 1
 
 
-def _named(batch: ForwardBatch) -> dict[str, Tensor]:
+def named_inputs(batch: ForwardBatch) -> dict[str, Tensor]:
     """A target pass's inputs by name."""
     attention = batch.attention
     return {

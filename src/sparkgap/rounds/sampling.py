@@ -108,12 +108,16 @@ class Sampler:
         open_rows = best if processed is logits else processed.amax(-1).isfinite().tolist()
         return [self._error(*flags) for flags in zip(best, open_rows, strict=True)]
 
+    def not_finite(self) -> EngineError:
+        """Why a row whose logits are not numbers has no token."""
+        return EngineError(
+            f"model {self.model_name} gave logits that are not finite numbers; its weights may be damaged, or "
+            "its values may not fit its dtype: try dtype float32"
+        )
+
     def _error(self, finite: bool, any_left: bool) -> EngineError | None:
         if not finite:
-            return EngineError(
-                f"model {self.model_name} gave logits that are not finite numbers; its weights may be damaged, or "
-                "its values may not fit its dtype: try dtype float32"
-            )
+            return self.not_finite()
         if not any_left:
             return EngineError(
                 f"min_tokens, stop_token_ids and logit_bias leave no token of model {self.model_name} to choose"
