@@ -109,6 +109,10 @@ class Executor {
   void draft_pick(const Tensor& base, const std::optional<Tensor>& bias, const std::optional<Tensor>& target_ids,
                   const Tensor& token_ids, const Tensor& scores);
 
+  // See sampling.h; `width` rows of each sequence.
+  void draw_tokens(const Tensor& logits, const Tensor& temperatures, const Tensor& log_min_p, const Tensor& top_k,
+                   const Tensor& top_p, const Tensor& seeds, const Tensor& positions, const Tensor& token_ids,
+                   const Tensor& scores);
   // See rounds.h.
   void begin_round(const Tensor& sources, const Tensor& staged_anchors, const Tensor& staged_positions,
                    const Tensor& state_anchors, const Tensor& state_positions, const Tensor& anchors, const Tensor& positions);

@@ -3,6 +3,7 @@
 
 #include "executor.h"
 #include "rounds.h"
+#include "sampling.h"
 
 namespace sparkgap {
 
@@ -35,6 +36,35 @@ int64_t rows_each(const Tensor& rows, const char* operand, int64_t sequences) {
 }
 
 }  // namespace
+
+void Executor::draw_tokens(const Tensor& logits, const Tensor& temperatures, const Tensor& log_min_p, const Tensor& top_k,
+                           const Tensor& top_p, const Tensor& seeds, const Tensor& positions, const Tensor& token_ids,
+                           const Tensor& scores) {
+  require(logits.type == Tensor::Type::kFloat32, "logits", "float32 [rows, vocab]", logits);
+  const Matrix matrix = as_matrix(logits, "logits");
+  require(logits.size(1) > 0, "logits", "of at least one token", logits);
+  require(positions.dims == 1, "positions", "int64 [sequences]", positions);
+  const int64_t rows = logits.size(0), n = positions.size(0), width = rows_each(token_ids, "token_ids", n);
+  const auto numbers = [n](const Tensor& tensor, Tensor::Type type, const char* operand, const char* must_be) {
+    require(tensor.type == type && tensor.dims == 1 && tensor.contiguous_from(0) && tensor.size(0) == n, operand, must_be, tensor);
+    return tensor.data;
+  };
+  as_floats(scores, "scores");
+  require(scores.dims == 1 && scores.size(0) == rows, "scores", "float32, one entry a row", scores);
+  using Type = Tensor::Type;
+  const Call call = make_call<DrawTokens>(
+      sparkgap::draw_tokens,
+      {static_cast<const float*>(matrix.data), matrix.stride, rows, logits.size(1), width,
+       static_cast<const float*>(numbers(temperatures, Type::kFloat32, "temperatures", "float32 [sequences]")),
+       static_cast<const float*>(numbers(log_min_p, Type::kFloat32, "log_min_p", "float32 [sequences]")),
+       as_int64(top_k, "top_k", n),
+       static_cast<const double*>(numbers(top_p, Type::kFloat64, "top_p", "float64 [sequences]")), as_int64(seeds, "seeds", n),
+       as_int64(positions, "positions", n), int64_out(token_ids, "token_ids", rows), static_cast<float*>(scores.data),
+       kernels_.largest_logit, kernels_.weigh_logits},
+      draw_scratch_bytes(logits.size(1)));
+  submit({&call, 1},
+         {&logits, &temperatures, &log_min_p, &top_k, &top_p, &seeds, &positions, &token_ids, &scores});
+}
 
 void Executor::begin_round(const Tensor& sources, const Tensor& staged_anchors, const Tensor& staged_positions,
                            const Tensor& state_anchors, const Tensor& state_positions, const Tensor& anchors,

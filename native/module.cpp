@@ -115,6 +115,8 @@ NB_MODULE(_native, m) {
       .def("confidence", &Executor::confidence, "hidden"_a, "embedded"_a.none(), "weight"_a, "bias"_a, "out"_a)
       .def("add_logits", &Executor::add_logits, "base"_a, "bias"_a, "out"_a)
       .def("draft_pick", &Executor::draft_pick, "base"_a, "bias"_a.none(), "target_ids"_a.none(), "token_ids"_a, "scores"_a)
+      .def("draw_tokens", &Executor::draw_tokens, "logits"_a, "temperatures"_a, "log_min_p"_a, "top_k"_a, "top_p"_a, "seeds"_a,
+           "positions"_a, "token_ids"_a, "scores"_a)
       .def("begin_round", &Executor::begin_round, "sources"_a, "staged_anchors"_a, "staged_positions"_a, "state_anchors"_a,
            "state_positions"_a, "anchors"_a, "positions"_a)
       .def("verify_rows", &Executor::verify_rows, "anchors"_a, "positions"_a, "draft_ids"_a.none(), "block_tables"_a,

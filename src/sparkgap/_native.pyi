@@ -136,6 +136,18 @@ class Executor:
     def draft_pick(
         self, base: Tensor, bias: Tensor | None, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor
     ) -> None: ...
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        log_min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        scores: Tensor,
+    ) -> None: ...
     def begin_round(
         self,
         sources: Tensor,

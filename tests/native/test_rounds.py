@@ -164,18 +164,6 @@ def test_settles_as_one_would_by_hand(sequences: int, width: int, seed: int) -> 
         assert not written[expected + 1 :].any()
 
 
-def test_tokens_are_picked_as_argmax() -> None:
-    logits = torch.randn(5, 300)
-    logits[1, 7] = logits[1, 200] = 9.0
-    logits[2, 33] = torch.nan
-    logits[3] = -torch.inf
-    for kernels in (NativeKernels(threads=2), REFERENCE):
-        token_ids, scores = torch.full((5,), -7), torch.zeros(5)
-        kernels.pick_tokens(logits, token_ids, scores)
-        assert torch.equal(token_ids, logits.argmax(-1))
-        torch.testing.assert_close(scores, logits.amax(-1), rtol=0, atol=0, equal_nan=True)
-
-
 def test_a_row_without_its_block_and_a_missing_source_are_faults() -> None:
     kernels = NativeKernels(threads=1)
     values = random_round(2, 3, 1)

@@ -24,6 +24,7 @@ from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import check_tensors, expected_shapes, load_target
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
+from sparkgap.rounds.drawing import DeviceDraw
 from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
 from sparkgap.rounds.pipeline.pipeline import Pipeline
 from sparkgap.rounds.pipeline.runner import PipelinedRunner
@@ -115,7 +116,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
-    sampler = Sampler(checkpoint.name, eos_token_ids)
+    draw = DeviceDraw(kernels) if isinstance(kernels, NativeKernels) else None
+    sampler = Sampler(checkpoint.name, eos_token_ids, draw)
     speculation = None if chosen is None else _speculation(chosen, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if use_graphs and isinstance(kernels, NativeKernels):
@@ -128,6 +130,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         str(config.task_pipeline),
         captured=isinstance(passes, CapturedPasses),
         speculates=speculation is not None,
+        samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
         max_context_length=None if speculation is None else speculation.drafter.max_context_length,
     )
     pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)

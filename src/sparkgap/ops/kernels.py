@@ -238,17 +238,6 @@ class Kernels(ABC):
         """
         return draft.draft_chain(self.linear, base_logits, hidden, anchors, heads, lead_rows)
 
-    def pick_tokens(self, logits: Tensor, token_ids: Tensor, scores: Tensor) -> None:
-        """The token with the largest of each row of `logits` float32 `[rows, vocab]`, the first of equals.
-
-        Args:
-            logits: read.
-            token_ids: int64 `[rows]`, filled.
-            scores: float32 `[rows]`, filled with the largest logits; NaN where any of the row is NaN.
-        """
-        torch.argmax(logits, dim=-1, out=token_ids)
-        torch.amax(logits, dim=-1, out=scores)
-
     def begin_round(
         self,
         sources: Tensor,

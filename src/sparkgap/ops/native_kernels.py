@@ -305,9 +305,36 @@ class NativeKernels(Kernels):
         self.executor.recurrent_head(projected, state, latent, following)
         return latent, embedded, following
 
-    def pick_tokens(self, logits: Tensor, token_ids: Tensor, scores: Tensor) -> None:
-        """See `Kernels.pick_tokens`."""
-        self.executor.draft_pick(logits, None, None, token_ids, scores)
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        log_min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        scores: Tensor,
+    ) -> None:
+        """A token of each row, drawn by the random number of its sequence's seed and its position.
+
+        What it is drawn from is `rounds.logits.probabilities`; random numbers are `rounds.random.uniform`'s.
+
+        Args:
+            logits: float32 `[sequences * W, vocab]`.
+            temperatures: float32 `[sequences]`; 0 takes the largest logit, the first of equals.
+            log_min_p: float32 `[sequences]`, least scaled logit that stays, the largest being 0; -inf keeps all.
+            top_k: int64 `[sequences]`; 0 keeps all.
+            top_p: float64 `[sequences]`; 1 keeps all.
+            seeds: int64 `[sequences]`.
+            positions: int64 `[sequences]`, of each sequence's first row: its token will be at the next.
+            token_ids: int64 `[sequences * W]`, filled.
+            scores: float32 `[sequences * W]`, filled with the largest logits; NaN where any of the row is NaN.
+        """
+        self.executor.draw_tokens(
+            logits, temperatures, log_min_p, top_k, top_p, seeds, positions, token_ids, scores
+        )
 
     def begin_round(self, *tensors: Tensor) -> None:
         """See `Kernels.begin_round`."""

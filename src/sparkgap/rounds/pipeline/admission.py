@@ -13,7 +13,7 @@ class Refusal(StrEnum):
     SWITCHED_OFF = "task_pipeline is off"
     NO_CAPTURED_GRAPHS = "passes are not captured as graphs"
     NOT_SPECULATED = "speculation is switched off for the request"
-    SAMPLED = "tokens are sampled"
+    SAMPLED_DRAFTS = "draft tokens are sampled"
     LOGPROBS = "log-probabilities are wanted"
     PENALTIES = "a penalty changes the logits"
     LOGIT_BIAS = "logit_bias changes the logits"
@@ -30,12 +30,14 @@ class EngineFacts:
         task_pipeline: the setting: `auto`, `on` or `off`.
         captured: whether passes are captured as graphs.
         speculates: whether there is a drafter.
+        samples_drafts: whether it samples draft tokens of sampled requests.
         max_context_length: longest context that the drafter can follow; None without one.
     """
 
     task_pipeline: str
     captured: bool
     speculates: bool
+    samples_drafts: bool
     max_context_length: int | None
 
 
@@ -58,7 +60,7 @@ def _refusals_of(facts: EngineFacts, sequence: Sequence) -> list[Refusal]:
     params = sequence.params
     against = {
         Refusal.NOT_SPECULATED: facts.speculates and not params.speculation,
-        Refusal.SAMPLED: not params.greedy,
+        Refusal.SAMPLED_DRAFTS: facts.samples_drafts and not params.greedy,
         Refusal.LOGPROBS: params.logprobs is not None,
         Refusal.PENALTIES: has_penalties(params),
         Refusal.LOGIT_BIAS: bool(params.logit_bias),

@@ -161,7 +161,18 @@ class SlotPrograms:
         slot, model = self._slot, self._passes.drafting
         end = bucket * slot.shape.width
         picks, scores = slot.picks[:end], slot.scores[:end]
-        self._kernels.pick_tokens(logits, picks, scores)
+        sampling = slot.sampling
+        self._kernels.draw_tokens(
+            logits,
+            sampling.temperatures[:bucket],
+            sampling.log_min_p[:bucket],
+            sampling.top_k[:bucket],
+            sampling.top_p[:bucket],
+            sampling.seeds[:bucket],
+            slot.positions[:bucket],
+            picks,
+            scores,
+        )
         self._kernels.settle_round(
             picks,
             scores,

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.ops.kernels import AttentionRows
 from sparkgap.ops.rounds import RoundStatus
+from sparkgap.rounds.drawing import SamplingNumbers, as_int64
 from sparkgap.rounds.sequence import Sequence
 
 
@@ -63,6 +64,35 @@ class SequenceResult:
     token_ids: list[int]
 
 
+class SamplingTensors:
+    """How each sequence of a round draws its tokens, see `NativeKernels.draw_tokens`."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self.temperatures = torch.zeros(max_sequences)
+        self.log_min_p = torch.zeros(max_sequences)
+        self.top_k = torch.zeros(max_sequences, dtype=torch.int64)
+        self.top_p = torch.ones(max_sequences, dtype=torch.float64)
+        self.seeds = torch.zeros(max_sequences, dtype=torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors."""
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
+    def stage(self, row: int, sequence: Sequence) -> None:
+        """Write what one sequence's parameters say."""
+        numbers = SamplingNumbers.of(sequence.params)
+        self.temperatures[row] = numbers.temperature
+        self.log_min_p[row] = numbers.log_min_p
+        self.top_k[row] = numbers.top_k
+        self.top_p[row] = numbers.top_p
+        self.seeds[row] = as_int64(sequence.seed)
+
+    def clear(self, row: int) -> None:
+        """A row that only pads takes the largest logit."""
+        self.temperatures[row] = 0.0
+
+
 class Slot:
     """Tensors that a round's graphs are bound to, for as long as the pipeline lives.
 
@@ -76,6 +106,7 @@ class Slot:
         anchors, positions: int64 `[max_sequences]`, where the round begins.
         token_ids, row_positions, slots: int64 `[max_sequences * W]`, the rows to verify.
         context_positions, context_slots: int64 `[max_sequences * W]`, the same without rejected rows.
+        sampling: how tokens are drawn.
         picks, scores: int64 and float32 `[max_sequences * W]`, the target's token of each row and its logit.
         next_anchors, next_positions: int64 `[max_sequences]`, where the round ends.
         results: int64 `[max_sequences, W + 2]`, see `Kernels.settle_round`.
@@ -96,6 +127,7 @@ class Slot:
         self.slots = torch.full((rows,), -1)
         self.context_positions = torch.zeros(rows, dtype=torch.int64)
         self.context_slots = torch.full((rows,), -1)
+        self.sampling = SamplingTensors(sequences)
         self.picks = torch.zeros(rows, dtype=torch.int64)
         self.scores = torch.zeros(rows)
         self.next_anchors = torch.zeros(sequences, dtype=torch.int64)
@@ -114,7 +146,8 @@ class Slot:
     @property
     def nbytes(self) -> int:
         """Memory of all tensors."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        tensors = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return tensors + self.sampling.nbytes
 
     def batch(self, sequences: int) -> ForwardBatch:
         """The first `sequences` sequences' rows to verify, as views."""
@@ -142,6 +175,8 @@ class Slot:
                 self._staged_anchors[row] = sequence.output_token_ids[-1]
                 self._staged_positions[row] = sequence.num_computed_tokens
             known = self._num_blocks[row] if self._owners[row] is sequence else 0
+            if not known:
+                self.sampling.stage(row, sequence)
             table = sequence.block_table
             self._owners[row] = None  # until the table is whole
             if len(table) > known:
@@ -150,6 +185,7 @@ class Slot:
             self._owners[row] = sequence
         for row in range(len(sequences), padded_to):
             self._owners[row] = None
+            self.sampling.clear(row)
             self._sources[row] = -1
             self._staged_anchors[row] = self._staged_positions[row] = self._num_blocks[row] = 0
 
