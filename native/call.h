@@ -38,10 +38,17 @@ struct Call {
   void (*entry)(const Call&, Worker);
   void (*kernel)();
   size_t scratch_bytes;
+  const char* signature;  // of a function templated on the operands' type, see `kind`
   alignas(16) std::byte args[kArgsBytes];
 
   void run(Worker worker) const { entry(*this, worker); }
 };
+
+// Names the operands' type, and so the kind of call, at no cost to the kernels' headers.
+template <class Args>
+const char* signature_of() {
+  return __PRETTY_FUNCTION__;
+}
 
 template <class Args>
 Call make_call(Kernel<Args> kernel, const Args& args, size_t scratch_bytes = 0) {
@@ -52,6 +59,7 @@ Call make_call(Kernel<Args> kernel, const Args& args, size_t scratch_bytes = 0) 
   };
   call.kernel = reinterpret_cast<void (*)()>(kernel);
   call.scratch_bytes = scratch_bytes;
+  call.signature = signature_of<Args>();
   std::memcpy(call.args, &args, sizeof(Args));
   return call;
 }

@@ -1,7 +1,9 @@
 #include "executor.h"
 
+#include <algorithm>
 #include <stdexcept>
 
+#include "operands.h"
 #include "pool.h"
 #include "variants.h"
 
@@ -29,39 +31,12 @@ void raise_fault(uint32_t fault) {
   if (fault) throw std::out_of_range(describe_fault(fault));
 }
 
-bool same_shape(const Tensor& a, const Tensor& b) {
-  bool same = a.dims == b.dims;
-  for (int i = 0; same && i < a.dims; i++) same = a.shape[i] == b.shape[i];
-  return same;
-}
-
-Cache as_cache(const Tensor& keys, const Tensor& values) {
-  require(keys.is_float() && keys.dims == 4 && keys.contiguous_from(0), "cache keys",
-          "contiguous float32 or bfloat16 [num_blocks, block_size, kv_heads, head_dim]", keys);
-  require(values.type == keys.type && same_shape(keys, values) && values.contiguous_from(0), "cache values",
-          "of the keys' shape and dtype, contiguous", values);
-  require(keys.size(3) <= kLargestHeadDim, "cache keys", "of a head_dim of at most 1024", keys);
-  return {keys.data, values.data, keys.size(0), keys.size(1), keys.size(2), keys.size(3), keys.dtype()};
-}
-
 // `[..., features]` seen as rows of heads: two dimensions are rows of one head.
 HeadRows as_norm_rows(const Tensor& tensor, const char* operand) {
   if (tensor.dims == 3) return as_head_rows(tensor, operand);
   const Matrix m = as_matrix(tensor, operand);
   return {m.data, m.stride, 0, m.dtype};
 }
-
-// Whoever holds the mutex may be waiting for the GIL, so nobody may wait for the mutex while holding the GIL.
-std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
-  std::unique_lock lock(mutex, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    const nb::gil_scoped_release released;
-    lock.lock();
-  }
-  return lock;
-}
-
-size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
@@ -76,6 +51,33 @@ void Graph::replay() {
     fault = Pool::shared().run(calls_, threads_);
   }
   raise_fault(fault);
+}
+
+std::vector<std::string> Graph::kinds() const {
+  std::vector<std::string> names;
+  for (const Call& call : calls_) {
+    // "... [with Args = sparkgap::RmsNorm]" or "... [Args = sparkgap::RmsNorm]".
+    const std::string text = call.signature;
+    const size_t begin = text.find_last_of(": ") + 1;
+    names.push_back(text.substr(begin, text.find(']', begin) - begin));
+  }
+  return names;
+}
+
+std::vector<int64_t> Graph::profile(int repeats) {
+  if (repeats < 1) throw std::invalid_argument("repeats must be at least 1, got " + std::to_string(repeats));
+  std::vector<int64_t> shortest;
+  uint32_t fault = 0;
+  {
+    const nb::gil_scoped_release released;
+    for (int i = 0; i < repeats && !fault; i++) {
+      const std::vector<int64_t> times = Pool::shared().measure(calls_, threads_, &fault);
+      if (shortest.empty()) shortest = times;
+      for (size_t at = 0; at < times.size(); at++) shortest[at] = std::min(shortest[at], times[at]);
+    }
+  }
+  raise_fault(fault);
+  return shortest;
 }
 
 Executor::Executor(int threads, const std::string& variant) : kernels_(kernels_of(variant)), threads_(threads) {
@@ -123,49 +125,6 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   raise_fault(fault);
 }
 
-std::shared_ptr<PackedWeight> Executor::pack_linear(const Tensor& weight, const std::optional<Tensor>& bias,
-                                                    const std::string& form) {
-  const Matrix rows = as_matrix(weight, "weight");
-  auto packed = std::make_shared<PackedWeight>();
-  packed->out_features = weight.size(0), packed->in_features = weight.size(1);
-  require(packed->out_features > 0 && packed->in_features > 0, "weight", "non-empty", weight);
-  const size_t blocks = size_t(packed->out_features + kBlockChannels - 1) / kBlockChannels;
-  const size_t channels = blocks * kBlockChannels;
-  Call call;
-  if (form == "int8") {
-    // The largest possible sum, of bytes up to 255 times -127 ... 127, must fit in 32 bits.
-    require(packed->in_features <= 65536, "weight", "of at most 65536 input features for int8", weight);
-    packed->form = PackedWeight::Form::kInt8;
-    packed->packed = weight_memory_.allocate(channels * ((size_t(packed->in_features) + 3) / 4 * 4));
-    packed->scales = weight_memory_.allocate(channels * sizeof(float));
-    packed->offsets = weight_memory_.allocate(channels * sizeof(int32_t));
-    call = make_call(kernels_.pack_int8,
-                     PackInt8{rows, packed->out_features, packed->in_features, reinterpret_cast<int8_t*>(packed->packed.get()),
-                              reinterpret_cast<float*>(packed->scales.get()), reinterpret_cast<int32_t*>(packed->offsets.get())});
-  } else if (form == "bfloat16" || form == "float32") {
-    const bool wide = form == "float32";
-    packed->form = wide ? PackedWeight::Form::kFloat32 : PackedWeight::Form::kBFloat16;
-    packed->packed = weight_memory_.allocate(channels * size_t(packed->in_features) * (wide ? 4 : 2));
-    call = make_call(kernels_.pack_float, PackFloat{rows, packed->out_features, packed->in_features, packed->packed.get(),
-                                                    wide ? DType::kFloat32 : DType::kBFloat16});
-  } else {
-    throw std::invalid_argument("form must be int8, bfloat16 or float32, got " + form);
-  }
-  if (recording_) throw std::logic_error("weights cannot be packed during capture");
-  submit({&call, 1}, {&weight});
-  if (bias) {
-    const Vector values = as_vector(*bias, "bias", packed->out_features);
-    packed->bias = weight_memory_.allocate(channels * sizeof(float));
-    const Call copy = make_call(kernels_.convert_rows,
-                                ConvertRows{{const_cast<void*>(values.data), packed->out_features, values.dtype},
-                                            1,
-                                            packed->out_features,
-                                            {packed->bias.get(), packed->out_features, DType::kFloat32}});
-    submit({&copy, 1}, {&*bias});
-  }
-  return packed;
-}
-
 void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out) {
   Matrix in = as_matrix(x, "x");
   const Matrix result = as_matrix(out, "out");
@@ -175,19 +134,11 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   if (rows == 0) return;
   const auto* bias = reinterpret_cast<const float*>(weight->bias.get());
   if (weight->form == PackedWeight::Form::kInt8) {
-    const int64_t stride = int64_t(aligned(size_t(in_features)));
-    const size_t quantized_bytes = size_t(rows * stride);
     const auto lock = lock_without_gil(mutex_);
-    std::byte* memory = workspace(quantized_bytes + size_t(rows) * sizeof(float));
-    auto* quantized = reinterpret_cast<uint8_t*>(memory);
-    auto* scales = reinterpret_cast<float*>(memory + quantized_bytes);
+    const LinearInt8 product = int8_product(*weight, rows, result);
     const Call calls[] = {
-        make_call(kernels_.quantize_rows, QuantizeRows{in, rows, in_features, quantized, stride, scales}),
-        make_call(kernels_.linear_int8,
-                  LinearInt8{quantized, stride, scales, reinterpret_cast<const int8_t*>(weight->packed.get()),
-                             reinterpret_cast<const float*>(weight->scales.get()),
-                             reinterpret_cast<const int32_t*>(weight->offsets.get()), bias, result, rows, in_features,
-                             out_features}),
+        make_call(kernels_.quantize_rows, QuantizeRows{in, rows, in_features, activations_of(product, *weight)}),
+        make_call(kernels_.linear_int8, product),
     };
     submit(calls, {&x, &out}, weight);
     return;
@@ -207,7 +158,7 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   submit({calls, count}, {&x, &out}, weight);
 }
 
-void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales) {
+void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale) {
   const Matrix in = as_matrix(x, "x");
   require(quantized.type == Tensor::Type::kUInt8 && quantized.dims == 2 && quantized.contiguous_from(0) &&
               quantized.size(0) == x.size(0) && quantized.size(1) == int64_t(aligned(size_t(x.size(1)))),
@@ -215,8 +166,9 @@ void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Ten
   as_floats(scales, "scales");
   require(scales.dims == 1 && scales.size(0) == x.size(0), "scales", "float32 [rows]", scales);
   const Call call = make_call(kernels_.quantize_rows,
-                              QuantizeRows{in, x.size(0), x.size(1), static_cast<uint8_t*>(quantized.data), quantized.size(1),
-                                           static_cast<float*>(scales.data)});
+                              QuantizeRows{in, x.size(0), x.size(1),
+                                           {static_cast<uint8_t*>(quantized.data), quantized.size(1),
+                                            static_cast<float*>(scales.data), fixed_scale}});
   submit({&call, 1}, {&x, &quantized, &scales});
 }
 
@@ -242,16 +194,15 @@ void Executor::add_rms_norm(const Tensor& x, const Tensor& residual, const Tenso
   submit({&call, 1}, {&x, &residual, &weight, &out, &sum});
 }
 
-void Executor::rotary(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out) {
+void Executor::rotary(const Tensor& x, const std::optional<Tensor>& norm, float eps, const Tensor& positions,
+                      const Tensor& cos, const Tensor& sin, const Tensor& out) {
   const HeadRows in = as_head_rows(x, "x"), result = as_head_rows(out, "out");
   require(same_shape(x, out) && x.type == out.type, "out", "of x's shape and dtype", out);
-  const float *cosines = as_floats(cos, "cos"), *sines = as_floats(sin, "sin");
-  require(cos.dims == 2 && 2 * cos.size(1) <= x.size(2), "cos", "[max_positions, half of the rotated features]", cos);
-  require(same_shape(cos, sin), "sin", "of cos' shape", sin);
-  const Call call = make_call(kernels_.rotary,
-                              Rotary{in, as_int64(positions, "positions", x.size(0)), cosines, sines, cos.size(0), cos.size(1),
-                                     result, x.size(0), x.size(1), x.size(2)});
-  submit({&call, 1}, {&x, &positions, &cos, &sin, &out});
+  require(!norm || x.size(2) <= kLargestHeadDim, "x", "of a head_dim of at most 1024", x);
+  const Call call = make_call(
+      kernels_.rotary, Rotary{in, norm ? as_vector(*norm, "norm", x.size(2)) : Vector{}, eps,
+                              rotary_angles(positions, cos, sin, x.size(0), x.size(2)), result, x.size(0), x.size(1), x.size(2)});
+  submit({&call, 1}, {&x, norm ? &*norm : &x, &positions, &cos, &sin, &out});
 }
 
 void Executor::kv_write(const Tensor& keys, const Tensor& values, const Tensor& cache_keys, const Tensor& cache_values,

@@ -2,6 +2,7 @@
 // at once or join the graph that is being captured.
 #pragma once
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,7 +25,10 @@ struct PackedWeight {
 
   Form form;
   int64_t out_features, in_features;
+  float input_scale = 0;  // int8 only: what activations are quantized by; 0: each row has its own scale
   std::shared_ptr<std::byte> packed, scales, offsets, bias;  // int8 only: scales, offsets; bias may be null
+
+  size_t channels() const { return size_t(out_features + kBlockChannels - 1) / kBlockChannels * kBlockChannels; }
 
   // Int8 only: float32 [out_features].
   std::span<const float> scale_values() const {
@@ -47,6 +51,10 @@ class Graph {
   void replay();  // GIL released while it runs
   std::span<const Call> calls() const { return calls_; }
   int threads() const { return threads_; }
+  // Kind of each call, and the shortest time in nanoseconds of each thread's share of it in `repeats` runs on the
+  // caller's thread, `[calls, threads]`.
+  std::vector<std::string> kinds() const;
+  std::vector<int64_t> profile(int repeats);
   size_t size() const { return calls_.size(); }
   size_t bytes() const { return calls_.capacity() * sizeof(Call); }  // beside the arena
 
@@ -62,6 +70,10 @@ class Graph {
 
 // A new tensor.
 using Result = nanobind::ndarray<nanobind::pytorch>;
+
+// The memory of a packed weight, padding included, as flat tensors that keep it alive: `packed`, and what it has of
+// `scales`, `offsets` and `bias`.
+std::map<std::string, Result> parts_of(const PackedWeight& weight);
 
 // `tensor`, which must lie in `arena`, without a hold on its memory there: the arena may give it away again.
 Result alias(const std::shared_ptr<Arena>& arena, const Tensor& tensor);
@@ -80,12 +92,22 @@ class Executor {
   int64_t captures() const { return captures_; }  // begun so far
 
   std::shared_ptr<PackedWeight> pack_linear(const Tensor& weight, const std::optional<Tensor>& bias, const std::string& form);
+  // A weight of zeros in packed form, for the caller to fill.
+  std::shared_ptr<PackedWeight> blank_weight(int64_t out_features, int64_t in_features, const std::string& form, bool bias,
+                                             float input_scale);
   void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
-  void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales);
+  void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale);
   void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
   void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
                     const Tensor& sum);
-  void rotary(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out);
+  void rotary(const Tensor& x, const std::optional<Tensor>& norm, float eps, const Tensor& positions, const Tensor& cos,
+              const Tensor& sin, const Tensor& out);
+  void norm_linear(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& norm, float eps,
+                   std::shared_ptr<const PackedWeight> weight, const Tensor& out, const std::optional<Tensor>& sum);
+  void silu_linear(const Tensor& gate_up, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
+  void rotary_write(const Tensor& qkv, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, float eps,
+                    const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& cache_keys,
+                    const Tensor& cache_values, const Tensor& slots, const Tensor& queries);
   void kv_write(const Tensor& keys, const Tensor& values, const Tensor& cache_keys, const Tensor& cache_values,
                 const Tensor& slots);
   void paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values, const Tensor& positions,
@@ -139,6 +161,9 @@ class Executor {
     submit(calls, std::span<const Tensor* const>(tensors.begin(), tensors.size()), std::move(weight));
   }
   std::byte* workspace(size_t bytes);
+  // An int8 product whose activations lie in the workspace; the caller holds the mutex.
+  LinearInt8 int8_product(const PackedWeight& weight, int64_t rows, const Matrix& out);
+  static QuantizedRows activations_of(const LinearInt8& product, const PackedWeight& weight);
 
   const KernelTable& kernels_;
   const int threads_;

@@ -49,6 +49,8 @@ NB_MODULE(_native, m) {
   nb::class_<PackedWeight>(m, "PackedWeight", "A linear layer's weight in packed form.")
       .def_ro("out_features", &PackedWeight::out_features)
       .def_ro("in_features", &PackedWeight::in_features)
+      .def_ro("input_scale", &PackedWeight::input_scale)
+      .def("parts", &sparkgap::parts_of)
       .def("scales", [](const PackedWeight& self) {
         const auto values = self.scale_values();
         return std::vector<float>(values.begin(), values.end());
@@ -62,6 +64,9 @@ NB_MODULE(_native, m) {
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
       .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
+      .def("kinds", &Graph::kinds, "Kind of each recorded call.")
+      .def("profile", &Graph::profile, "repeats"_a,
+           "Shortest nanoseconds of each thread's share of each call, run on this thread alone: [calls * threads].")
       .def_prop_ro("bytes", &Graph::bytes)
       .def("__len__", &Graph::size);
 
@@ -93,11 +98,18 @@ NB_MODULE(_native, m) {
       .def("begin_capture", &Executor::begin_capture, "graph"_a)
       .def("end_capture", &Executor::end_capture)
       .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)
+      .def("blank_weight", &Executor::blank_weight, "out_features"_a, "in_features"_a, "form"_a, "bias"_a, "input_scale"_a)
       .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a)
-      .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a)
+      .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a,
+           "fixed_scale"_a = 0.0f)
       .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
       .def("add_rms_norm", &Executor::add_rms_norm, "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a, "sum"_a)
-      .def("rotary", &Executor::rotary, "x"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)
+      .def("rotary", &Executor::rotary, "x"_a, "norm"_a.none(), "eps"_a, "positions"_a, "cos"_a, "sin"_a, "out"_a)
+      .def("norm_linear", &Executor::norm_linear, "x"_a, "residual"_a.none(), "norm"_a, "eps"_a, "weight"_a, "out"_a,
+           "sum"_a.none())
+      .def("silu_linear", &Executor::silu_linear, "gate_up"_a, "weight"_a, "out"_a)
+      .def("rotary_write", &Executor::rotary_write, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "positions"_a,
+           "cos"_a, "sin"_a, "cache_keys"_a, "cache_values"_a, "slots"_a, "queries"_a)
       .def("kv_write", &Executor::kv_write, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a, "slots"_a)
       .def("paged_attention", &Executor::paged_attention, "queries"_a, "cache_keys"_a, "cache_values"_a, "positions"_a,
            "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a)

@@ -136,6 +136,24 @@ uint32_t Pool::run(std::span<const std::span<const Call>> lists, int threads, si
   return fault.load(std::memory_order_relaxed);
 }
 
+std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uint32_t* fault) {
+  std::atomic<uint32_t> faults{0};
+  size_t scratch_bytes = 0;
+  for (const Call& call : calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
+  std::vector<int64_t> times;
+  times.reserve(calls.size() * size_t(threads));
+  const std::lock_guard lock(mutex_);
+  grow(1, scratch_bytes);
+  for (const Call& call : calls)
+    for (int index = 0; index < threads; index++) {
+      const auto started = std::chrono::steady_clock::now();
+      call.run(Worker{index, threads, members_[0]->scratch.data, &faults});
+      times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - started).count());
+    }
+  *fault = faults.load(std::memory_order_relaxed);
+  return times;
+}
+
 void Pool::execute(const Job& job, int index) {
   // The job lives on the caller's stack and is gone once the last barrier opens.
   const std::span<const std::span<const Call>> lists = job.lists;

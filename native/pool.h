@@ -32,6 +32,9 @@ class Pool {
   // The same for several lists in a row, whose calls need at most `scratch_bytes`. Times go to `timeline` unless it is
   // null, which costs a branch a call.
   uint32_t run(std::span<const std::span<const Call>> lists, int threads, size_t scratch_bytes, Timeline* timeline = nullptr);
+  // Runs `calls` on the caller's thread alone, as each of `threads` threads in turn: nanoseconds of every share of every
+  // call, `[calls, threads]`. Shares that wait for nobody show what a call costs and how evenly it is cut.
+  std::vector<int64_t> measure(std::span<const Call> calls, int threads, uint32_t* fault);
 
   // Ends and joins all threads; a later `run` starts them again.
   void shutdown();

@@ -7,9 +7,10 @@ import pytest
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.cli import main
+from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import TOO_MANY_SEQUENCES, CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
-from sparkgap.graphs.family import BUCKETS
+from sparkgap.graphs.family import BUCKETS, row_buckets
 
 from .speculating_model import write_looping_pair
 
@@ -51,6 +52,44 @@ def test_graphs_change_no_token_and_no_logprob(paths, speculation, dtype):
     assert (counts["replays"]["draft"] > 30) == (speculation is not None)
     assert counts["replays"]["context"] == (0 if speculation is None else counts["replays"]["target"])
     assert off.graph_counts() == GraphCounters().report()
+
+
+@pytest.mark.parametrize("context_graph", ["off", "compact", "masked"])
+def test_context_graphs_change_no_token(paths, context_graph):
+    ours, eager = make(paths, True, context_graph=context_graph), make(paths, False)
+    for params in PARAMS.values():
+        on, off = ours.generate(PROMPTS, params), eager.generate(PROMPTS, params)
+        assert [o.outputs for o in on] == [o.outputs for o in off]
+        for a, b in zip(on, off, strict=True):
+            assert a.metrics.accepted_draft_tokens == b.metrics.accepted_draft_tokens
+    counts = ours.graph_counts()
+    assert counts["captures_since_startup"] == 0
+    assert counts["eager"] == {}
+    assert counts["replays"]["context"] == (0 if context_graph == "off" else counts["replays"]["target"])
+    assert ours.info()["graphs"]["context_graph"] == context_graph
+
+
+def test_compact_context_graphs(paths):
+    """One for each number of rows, where masked ones are for each target graph."""
+    compact, off = (
+        make(paths, True, context_graph=mode, max_num_seqs=2).info()["graphs"] for mode in ("compact", "off")
+    )
+    assert compact["captures"] - off["captures"] == len(row_buckets(2 * 6, 6))
+    assert make(paths, "auto").info()["graphs"]["context_graph"] == "masked"
+    assert make(paths, "auto", speculation=None).info()["graphs"]["context_graph"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_graph": "yes"}, "context_graph must be one of auto, off, compact, masked, got 'yes'"),
+        ({"context_graph": "compact", "graphs": "off"}, "context_graph compact contradicts graphs off"),
+        ({"context_graph": "masked", "dtype": "float16"}, "context_graph masked needs captured passes"),
+    ],
+)
+def test_context_graph_that_cannot_be(paths, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(paths[0], **(SETTINGS | settings))
 
 
 def test_every_decode_round_is_a_replay(paths):

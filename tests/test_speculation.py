@@ -7,6 +7,7 @@ import pytest
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.cli import main
+from sparkgap.engine import loading
 from sparkgap.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from sparkgap.rounds.speculative import CONTEXT_TOO_LONG, SWITCHED_OFF
 
@@ -30,7 +31,10 @@ CASES = {
 def paths(tmp_path_factory):
     directory = tmp_path_factory.mktemp("speculation")
     model, drafter = write_looping_pair(directory)
-    return {"model": str(model), "right": str(drafter), "random": str(write_random_drafter(directory / "random"))}
+    random, other = directory / "random", directory / "other"
+    write_random_drafter(random)
+    write_random_drafter(other, target_hidden_size=48)
+    return {"model": str(model), "right": str(drafter), "random": str(random), "other": str(other)}
 
 
 def make(paths, drafter=None, number=None, **settings):
@@ -109,9 +113,8 @@ def test_end_of_sequence_inside_a_block(paths, plain, tmp_path, index):
     """The model's end token is one that the drafter drafts."""
     (whole,) = completions(plain, ["hello"], GREEDY)[0]
     model = shutil.copytree(paths["model"], tmp_path / "model")
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps(config | {"eos_token_id": whole.token_ids[index]}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": whole.token_ids[index]}))
     params = SamplingParams(temperature=0, max_tokens=30)
     llm = make({**paths, "model": str(model)}, "right")
     (output,) = llm.generate("hello", params)
@@ -231,15 +234,20 @@ ERRORS = [
     ({"model": None}, ConfigError, ["needs a drafter", "--draft"]),
     ({"model": "./no/such/drafter"}, ModelNotFoundError, ["no/such/drafter"]),
     ({"model": "nope"}, ModelNotFoundError, ["no drafter directory nope", "hf:owner/name"]),
+    ({"model": "OTHER"}, CheckpointError, ["reads hidden states of size 48", "the target's have 32"]),
     ({"model": "TARGET"}, (CheckpointError, UnsupportedModelError), ["drafter"]),
 ]
 
 
 @pytest.mark.parametrize(("changes", "kind", "parts"), ERRORS, ids=[str(changes) for changes, *_ in ERRORS])
-def test_errors(paths, capsys, changes, kind, parts):
+def test_errors(paths, capsys, monkeypatch, changes, kind, parts):
+    """In one line, and before the target's weights are read."""
+    monkeypatch.setattr(loading, "build_target", lambda *_, **__: pytest.fail("the target was read"))
     config = {"model": paths["random"]} | changes
     if config["model"] == "TARGET":
         config["model"] = paths["model"]
+    if config["model"] == "OTHER":
+        config["model"] = paths["other"]
     with pytest.raises(kind) as raised:
         LLM(paths["model"], speculative_config=config, **SETTINGS)
     for command in (["generate", "hi"], ["check"], ["bench", "acceptance"]):

@@ -69,7 +69,11 @@ def assert_idle(llm):
 def test_tokens_are_the_eager_engines(paths, eager, number):
     chained = make(paths, "on", number)
     host = make(paths, "off", number)
-    for params in (GREEDY, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), SamplingParams(temperature=0)):
+    for params in (
+        GREEDY,
+        SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
+        SamplingParams(temperature=0),
+    ):
         for prompts in (PROMPTS[:1], PROMPTS):
             ours, expected = chained.generate(prompts, params), eager.generate(prompts, params)
             assert [o.outputs for o in ours] == [o.outputs for o in expected]
@@ -148,8 +152,8 @@ def test_a_full_pipeline_takes_nothing(paths):
     with pytest.raises(RuntimeError, match="consume one first"):
         pipeline.submit([sequence])
     assert pipeline.rounds == before
+    pipeline.consume()
     with pytest.raises(ValueError, match="1 to 4 sequences"):
-        pipeline.consume()
         pipeline.submit([])
     stream.close()
 
@@ -206,9 +210,7 @@ def test_context_is_the_same_whatever_ran_before(paths):
         for _ in range(4):
             next(iterator)
         llm.iterator = iterator
-    (a,), (b,) = (
-        [completion.sequence for _, completion in llm._engine._owners.values()] for llm in (ours, expected)
-    )
+    (a,), (b,) = ([completion.sequence for _, completion in llm._engine._owners.values()] for llm in (ours, expected))
     ours._engine._pipelined.reset()
     known = min(a.num_computed_tokens, b.num_computed_tokens)
     assert known > 60
@@ -388,7 +390,7 @@ def test_an_interrupt_loses_nothing(llm, eager, monkeypatch):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(pipeline, place, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - which step it is does not matter
             while True:
                 llm._engine.step()
         for index, request_id in enumerate(list(llm._outputs)):

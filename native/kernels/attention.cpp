@@ -155,8 +155,13 @@ void attend_block_rows(const BlockAttention& args, Stage& stage, int64_t sequenc
 
 template <class X>
 void attend_blocks(const BlockAttention& args, Worker worker) {
-  const int64_t group = args.heads / args.cache.kv_heads, most_rows = item_rows(group);
+  const int64_t group = args.heads / args.cache.kv_heads, heads = args.sequences * args.cache.kv_heads;
   Stage stage(worker.scratch, group, args.cache.head_dim);
+  // Few heads that threads cannot share evenly are cut by rows: keys are staged more often, and nobody waits.
+  constexpr int64_t kManyItems = 8;
+  const bool uneven = heads % worker.count != 0 && heads < kManyItems * worker.count;
+  const int64_t parts = uneven ? worker.count : 1;
+  const int64_t most_rows = smaller(item_rows(group), (args.block_rows + parts - 1) / parts);
   int64_t turn = 0;
   for (int64_t sequence = 0; sequence < args.sequences; sequence++) {
     const int64_t length = larger<int64_t>(0, args.context_lengths[sequence]);
@@ -165,8 +170,8 @@ void attend_blocks(const BlockAttention& args, Worker worker) {
         zero_rows<X>(args.out, sequence * args.block_rows, (sequence + 1) * args.block_rows, args.heads, args.cache.head_dim);
       continue;
     }
-    for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
-      for (int64_t first = 0; first < args.block_rows; first += most_rows)
+    for (int64_t first = 0; first < args.block_rows; first += most_rows)
+      for (int64_t kv_head = 0; kv_head < args.cache.kv_heads; kv_head++)
         if (turn++ % worker.count == worker.index)
           attend_block_rows<X>(args, stage, sequence, kv_head, first, smaller(most_rows, args.block_rows - first), length);
   }

@@ -1,7 +1,7 @@
 // Softmax attention over chunks of positions, for a few rows and the query heads that share one KV head.
 //
-// A chunk's keys and values are staged as float32 in the order the products read them, once for all queries. Each
-// query gets its largest score, the sum of exponentials and the weighted values of the chunk; chunks are joined in
+// A chunk's keys are staged in the order the products read them, once for all queries, and its values as float32 where
+// several products read them. Each query gets its largest score, the sum of exponentials and the weighted values of the chunk; chunks are joined in
 // order. A row only ever multiplies positions it sees, so what lies elsewhere in the cache cannot reach it.
 #pragma once
 #include "kernels.h"
@@ -26,8 +26,8 @@ struct Range {
 // One thread's memory for one item of work.
 struct Stage {
   int64_t head_dim, padded_dim, group;
-  float* queries;  // [queries, head_dim], scaled
-  float* keys;     // [4, head_dim, 16]
+  float* queries;  // [queries, padded_dim], scaled
+  float* keys;     // [4, head_dim, 16], or as many pairs of bfloat16 [4, head_dim / 2, 16]
   float* values;   // [padded_dim / 16, 64, 16]
   float* scores;   // [queries, 128]
   float* part;     // [queries, padded_dim] of the present chunk
@@ -42,7 +42,7 @@ struct Stage {
 
   static size_t bytes(int64_t group, int64_t head_dim) {
     const int64_t n = round_up(most_queries(group), 16), padded = round_up(head_dim, 16);
-    return size_t(4 * (n * head_dim + kStagePositions * head_dim + kStagePositions * padded + n * kChunkPositions +
+    return size_t(4 * (n * padded + kStagePositions * (head_dim + 1) + kStagePositions * padded + n * kChunkPositions +
                        2 * n * padded + 4 * n + 2 * n) + 16 * 64);
   }
 
@@ -54,8 +54,8 @@ struct Stage {
       memory += round_up(4 * floats, 64);
       return p;
     };
-    queries = take(n * head_dim);
-    keys = take(kStagePositions * head_dim);
+    queries = take(n * padded_dim);
+    keys = take(kStagePositions * (head_dim + 1));
     values = take(kStagePositions * padded_dim);
     scores = take(n * kChunkPositions);
     part = take(n * padded_dim);
@@ -70,9 +70,8 @@ void load_queries(Stage& s, const HeadRows& from, int64_t row, int64_t rows, int
   for (int64_t r = 0; r < rows; r++)
     for (int64_t g = 0; g < s.group; g++) {
       const X* x = static_cast<const X*>(from.data) + (row + r) * from.row_stride + (first_head + g) * from.head_stride;
-      float* q = s.queries + (r * s.group + g) * s.head_dim;
-      for (int64_t d = 0; d < s.head_dim; d += kLanes)
-        store_some(q + d, load_some(x + d, s.head_dim - d) * splat(scale), s.head_dim - d);
+      float* q = s.queries + (r * s.group + g) * s.padded_dim;
+      for (int64_t d = 0; d < s.head_dim; d += kLanes) store(q + d, load_some(x + d, s.head_dim - d) * splat(scale));
     }
   for (int64_t q = 0; q < rows * s.group; q++) s.total_largest[q] = -__builtin_inff(), s.total_sum[q] = 0;
 }
@@ -113,49 +112,43 @@ SPARKGAP_INLINE Source cache_source(const Cache& cache, const int32_t* blocks, i
           blocks, cache.block_size, first, kv_head};
 }
 
-// Features d ... d + 15 of 16 keys to out[d ... d + 15][16].
-template <class C>
-SPARKGAP_INLINE void turn_keys(const C* const* keys, int64_t d, int64_t head_dim, float* out) {
-  const int64_t left = head_dim - d;
-  Floats rows[16];
+// Keys of 16 rows as [head_dim, 16]; at or past `count` they are zero.
+inline void stage_keys(const Stage& s, const float* const* keys, float* out) {
+  for (int64_t d = 0; d < s.head_dim; d += 16) {
+    const int64_t left = s.head_dim - d;
+    Floats rows[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) rows[i] = load_some(keys[i] + d, left);
-  if (left >= 16) return transpose(rows, out + d * 16);
-  float columns[16 * 16];
-  transpose(rows, columns);
-  std::memcpy(out + d * 16, columns, size_t(left) * 16 * 4);
-}
-
-// The same for features d ... d + 31 in bfloat16, two at a time: half the shuffles.
-SPARKGAP_INLINE void turn_key_pairs(const BFloat16* const* keys, int64_t d, float* out) {
-  Floats rows[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) std::memcpy(&rows[i], keys[i] + d, sizeof rows[i]);
-  float columns[16 * 16];
-  transpose(rows, columns);
-  for (int pair = 0; pair < 16; pair++) {
-    const Floats both = load(columns + pair * 16);
-    Floats even, odd;
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) {
-      even.part[i] = (FloatPart)((UIntPart)both.part[i] << 16);
-      odd.part[i] = (FloatPart)((UIntPart)both.part[i] & 0xffff0000u);
+    for (int i = 0; i < 16; i++) rows[i] = load_some(keys[i] + d, left);
+    if (left >= 16) {
+      transpose(rows, out + d * 16);
+      continue;
     }
-    store(out + (d + 2 * pair) * 16, even);
-    store(out + (d + 2 * pair + 1) * 16, odd);
+    float columns[16 * 16];
+    transpose(rows, columns);
+    std::memcpy(out + d * 16, columns, size_t(left) * 16 * 4);
   }
 }
 
-// Keys of 16 rows as [head_dim, 16]; at or past `count` they are zero.
-template <class C>
-void stage_keys(const Stage& s, const Source& source, const int64_t* rows, int64_t count, float* out) {
-  alignas(64) static const C zeros[kLargestHeadDim] = {};
-  const C* keys[16];
-  for (int i = 0; i < 16; i++) keys[i] = i < count ? source.key<C>(rows[i]) : zeros;
-  int64_t d = 0;
-  if constexpr (sizeof(C) == 2)
-    for (; d + 32 <= s.head_dim; d += 32) turn_key_pairs(keys, d, out);
-  for (; d < s.head_dim; d += 16) turn_keys(keys, d, s.head_dim, out);
+// The same in bfloat16, as pairs of features [head_dim / 2, 16]: half the shuffles and stores.
+inline void stage_keys(const Stage& s, const BFloat16* const* keys, float* out) {
+  for (int64_t d = 0; d < s.head_dim; d += 32) {
+    const int64_t left = s.head_dim - d;
+    Floats rows[16];
+    if (left >= 32) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) std::memcpy(&rows[i], keys[i] + d, sizeof rows[i]);
+      transpose(rows, out + d / 2 * 16);
+      continue;
+    }
+    for (int i = 0; i < 16; i++) {
+      BFloat16 padded[32] = {};
+      std::memcpy(padded, keys[i] + d, size_t(left) * 2);
+      std::memcpy(&rows[i], padded, sizeof rows[i]);
+    }
+    float columns[16 * 16];
+    transpose(rows, columns);
+    std::memcpy(out + d / 2 * 16, columns, size_t(left + 1) / 2 * 16 * 4);
+  }
 }
 
 template <class C>
@@ -200,14 +193,12 @@ inline void soften(float* scores, Range range, float* largest_out, float* sum_ou
   *sum_out = sum(total);
 }
 
-// part += weights * values over the staged positions [begin, end) of those each row sees.
-inline void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t begin, int64_t end) {
-  const int64_t blocks = s.padded_dim / 16;
+// part += weights * values over positions [begin, end) after the chunk's `first`, of those each row sees. `multiply`
+// takes a row, a number of rows and the positions [from, to) that they all see.
+template <class Multiply>
+SPARKGAP_INLINE void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t begin, int64_t end, Multiply multiply) {
   auto add = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-    if (from >= to) return;
-    multiply_tiles(count * s.group, s.scores + row * s.group * kChunkPositions + first + from, kChunkPositions,
-                   s.values + from * 16, kStagePositions * 16, blocks, to - from, s.part + row * s.group * s.padded_dim,
-                   s.padded_dim, true);
+    if (from < to) multiply(row, count, from, to);
   };
   auto clip = [&](int64_t position) { return larger(begin, smaller(end, position - first)); };
   int64_t common_begin = begin, common_end = end;
@@ -224,13 +215,47 @@ inline void weigh_values(const Stage& s, int64_t rows, int64_t first, int64_t be
   for (int64_t r = 0; r < rows; r++) add(r, 1, common_end, clip(s.ranges[r].end));
 }
 
-// One chunk for all rows of the item; `s.ranges` says what each sees of it. Gives `part`, `part_largest`, `part_sum`
-// of the rows that see any.
-//
-// `ahead`, when given, is the chunk this thread comes to next, of which `ahead_end` places will be read: they are
-// fetched into the cache meanwhile, and `fetched` says that this was done for the present chunk.
-inline void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetched = false, const Source* ahead = nullptr,
-                         int64_t ahead_end = 0) {
+// part += weights * values of one chunk. Values that one product reads are multiplied where they lie; others are staged.
+template <class C>
+void add_values(const Stage& s, const Source& source, const int64_t* places, int64_t rows, int64_t begin, int64_t end) {
+  const int64_t blocks = s.padded_dim / 16;
+  const auto weights_of = [&](int64_t row, int64_t place) { return s.scores + row * s.group * kChunkPositions + place; };
+  const auto part_of = [&](int64_t row) { return s.part + row * s.group * s.padded_dim; };
+  if (rows * s.group <= kTileRows && s.head_dim % 16 == 0) {
+    weigh_values(s, rows, 0, begin, end, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+      for (int64_t next; from < to; from = next) {
+        for (next = from + 1; next < to && places[next] == places[next - 1] + 1;) next++;
+        multiply_tiles(count * s.group, weights_of(row, from), kChunkPositions,
+                       Columns<C>{source.value<C>(places[from]), 16, source.values.row_stride}, blocks, next - from,
+                       part_of(row), s.padded_dim, true);
+      }
+    });
+    return;
+  }
+  for (int64_t first = begin; first < end; first += kStagePositions) {
+    const int64_t count = smaller(kStagePositions, end - first);
+    int64_t low = kStagePositions, high = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t b = larger<int64_t>(0, s.ranges[r].begin - first), e = smaller<int64_t>(count, s.ranges[r].end - first);
+      if (b < e) low = smaller(low, b), high = larger(high, e);
+    }
+    if (low >= high) continue;
+    stage_values<C>(s, source, places + first, low, high);
+    weigh_values(s, rows, first, low, high, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+      multiply_tiles(count * s.group, weights_of(row, first + from), kChunkPositions,
+                     Columns<float>{s.values + from * 16, kStagePositions * 16, 16}, blocks, to - from, part_of(row),
+                     s.padded_dim, true);
+    });
+  }
+}
+
+SPARKGAP_INLINE Columns<float> staged_keys(const Stage& s, float) { return {s.keys, s.head_dim * 16, 16}; }
+SPARKGAP_INLINE PairColumns staged_keys(const Stage& s, BFloat16) {
+  return {reinterpret_cast<const uint32_t*>(s.keys), (s.head_dim + 1) / 2 * 16};
+}
+
+template <class C>
+void attend_chunk_in(Stage& s, const Source& source, int64_t rows, bool fetched, const Source* ahead, int64_t ahead_end) {
   const int64_t queries = rows * s.group;
   int64_t begin = kChunkPositions, end = 0;
   for (int64_t r = 0; r < rows; r++)
@@ -240,27 +265,24 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetc
     }
   if (begin >= end) return;
   begin = begin / 16 * 16;
-  const bool wide = source.keys.dtype == DType::kFloat32;
   int64_t places[kChunkPositions];
   source.find_rows(begin, end, places);
   int64_t places_ahead[kChunkPositions];
   if (ahead) ahead->find_rows(0, ahead_end, places_ahead);
-  const auto fetch = [&](const Source& from, const int64_t* at, int64_t from_place, int64_t count, int64_t limit) {
-    if (wide) fetch_rows<float>(s, from, at, from_place, from_place + count, limit);
-    else fetch_rows<BFloat16>(s, from, at, from_place, from_place + count, limit);
-  };
-  if (!fetched) fetch(source, places, begin, kFetchDistance, end);
+  if (!fetched) fetch_rows<C>(s, source, places, begin, begin + kFetchDistance, end);
+  alignas(64) static const C zeros[kLargestHeadDim] = {};
+  const auto columns = staged_keys(s, C());
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t at = first + b * 16;
-      float* out = s.keys + b * s.head_dim * 16;
-      if (!fetched) fetch(source, places, at + kFetchDistance, 16, end);
-      if (ahead) fetch(*ahead, places_ahead, at, 16, ahead_end);
-      if (wide) stage_keys<float>(s, source, places + at, end - at, out);
-      else stage_keys<BFloat16>(s, source, places + at, end - at, out);
+      if (!fetched) fetch_rows<C>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
+      if (ahead) fetch_rows<C>(s, *ahead, places_ahead, at, at + 16, ahead_end);
+      const C* keys[16];
+      for (int i = 0; i < 16; i++) keys[i] = at + i < end ? source.key<C>(places[at + i]) : zeros;
+      stage_keys(s, keys, s.keys + b * columns.block_stride);
     }
-    multiply_tiles(queries, s.queries, s.head_dim, s.keys, s.head_dim * 16, blocks, s.head_dim, s.scores + first,
+    multiply_tiles(queries, s.queries, s.padded_dim, columns, blocks, columns.block_stride / 16, s.scores + first,
                    kChunkPositions, false);
   }
   for (int64_t r = 0; r < rows; r++)
@@ -268,18 +290,18 @@ inline void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetc
       for (int64_t q = r * s.group; q < (r + 1) * s.group; q++)
         soften(s.scores + q * kChunkPositions, s.ranges[r], s.part_largest + q, s.part_sum + q);
   std::memset(s.part, 0, size_t(queries * s.padded_dim) * 4);
-  for (int64_t first = begin; first < end; first += kStagePositions) {
-    const int64_t count = smaller(kStagePositions, end - first);
-    int64_t low = kStagePositions, high = 0;
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t b = larger<int64_t>(0, s.ranges[r].begin - first), e = smaller<int64_t>(count, s.ranges[r].end - first);
-      if (b < e) low = smaller(low, b), high = larger(high, e);
-    }
-    if (low >= high) continue;
-    if (wide) stage_values<float>(s, source, places + first, low, high);
-    else stage_values<BFloat16>(s, source, places + first, low, high);
-    weigh_values(s, rows, first, low, high);
-  }
+  add_values<C>(s, source, places, rows, begin, end);
+}
+
+// One chunk for all rows of the item; `s.ranges` says what each sees of it. Gives `part`, `part_largest`, `part_sum`
+// of the rows that see any.
+//
+// `ahead`, when given, is the chunk this thread comes to next, of which `ahead_end` places will be read: they are
+// fetched into the cache meanwhile, and `fetched` says that this was done for the present chunk.
+SPARKGAP_INLINE void attend_chunk(Stage& s, const Source& source, int64_t rows, bool fetched = false,
+                                  const Source* ahead = nullptr, int64_t ahead_end = 0) {
+  if (source.keys.dtype == DType::kFloat32) attend_chunk_in<float>(s, source, rows, fetched, ahead, ahead_end);
+  else attend_chunk_in<BFloat16>(s, source, rows, fetched, ahead, ahead_end);
 }
 
 // total = total joined with part.

@@ -56,12 +56,18 @@ struct PackFloat {
 };
 
 // Activations as bytes: round(x * (127 / largest magnitude of the row)) + 128; scale = largest magnitude / 127.
+// With a fixed scale: round(x * (1 / scale)) + 128, in 1 ... 255; a row with a NaN or an infinity has a NaN as its scale.
+struct QuantizedRows {
+  uint8_t* values;  // rows `stride` apart, padding is 128
+  int64_t stride;
+  float* scales;
+  float fixed_scale;  // 0: each row has its own
+};
+
 struct QuantizeRows {
   Matrix x;
   int64_t rows, features;
-  uint8_t* quantized;  // rows `quantized_stride` apart, padding is 128
-  int64_t quantized_stride;
-  float* scales;
+  QuantizedRows to;
 };
 
 // float(int32 dot product) * (row scale * channel scale) + bias.
@@ -105,15 +111,33 @@ struct RmsNorm {
   float eps;
 };
 
-struct Rotary {
-  HeadRows x;
-  const int64_t* positions;
-  const float* cos;  // [max_positions, half]
+// What RmsNorm gives, quantized. Scratch: a row of float32.
+struct NormQuantize {
+  Matrix x, residual, sum;  // residual's data may be null
+  Vector weight;
+  int64_t rows, features;
+  float eps;
+  QuantizedRows to;
+};
+
+struct RotaryAngles {
+  const int64_t* positions;  // [rows]
+  const float* cos;          // [max_positions, half]
   const float* sin;
   int64_t max_positions, half;
+};
+
+// x, normed first where a norm is given (its data may be null), rotated.
+struct Rotary {
+  HeadRows x;
+  Vector norm;
+  float eps;
+  RotaryAngles angles;
   HeadRows out;
   int64_t rows, heads, features;
 };
+
+constexpr int64_t kLargestHeadDim = 1024;
 
 struct Cache {
   void* keys;  // [num_blocks, block_size, kv_heads, head_dim]
@@ -129,10 +153,30 @@ struct KvWrite {
   int64_t rows;
 };
 
+// Queries rotated to `queries`, keys rotated and values to the cache; queries and keys are normed first where norms are
+// given (their data may be null).
+struct RotaryWrite {
+  HeadRows qkv;  // [rows, heads + 2 * kv_heads, head_dim]: queries, keys, values
+  int64_t rows, heads;
+  Vector query_norm, key_norm;
+  float eps;
+  RotaryAngles angles;
+  HeadRows queries;  // [rows, heads, head_dim]
+  Cache cache;
+  const int64_t* slots;
+};
+
 struct SiluMul {
   Matrix gate_up;
   Matrix out;
   int64_t rows, features;
+};
+
+// What SiluMul gives, quantized. Scratch: a row of float32.
+struct SiluQuantize {
+  Matrix gate_up;
+  int64_t rows, features;
+  QuantizedRows to;
 };
 
 struct Embed {
@@ -152,7 +196,6 @@ struct Argmax {
 // Attention's softmax runs over chunks of positions counted from 0 (and a block's own rows as chunks after them).
 // Each chunk gives its largest score, sum and weighted values; chunks are joined one after another.
 constexpr int64_t kChunkPositions = 128;
-constexpr int64_t kLargestHeadDim = 1024;
 
 struct PagedAttention {
   HeadRows queries;
@@ -245,12 +288,15 @@ struct KernelTable {
   Kernel<PackInt8> pack_int8;
   Kernel<PackFloat> pack_float;
   Kernel<QuantizeRows> quantize_rows;
+  Kernel<NormQuantize> norm_quantize;
+  Kernel<SiluQuantize> silu_quantize;
   Kernel<LinearInt8> linear_int8;
   Kernel<LinearFloat> linear_float;
   Kernel<ConvertRows> convert_rows;
   Kernel<RmsNorm> rms_norm;
   Kernel<Rotary> rotary;
   Kernel<KvWrite> kv_write;
+  Kernel<RotaryWrite> rotary_write;
   Kernel<SiluMul> silu_mul;
   Kernel<Embed> embed;
   Kernel<Argmax> argmax;

@@ -41,8 +41,8 @@ void multiply(const LinearFloat& args, Worker worker) {
     const int64_t part = smaller(kPartBlocks, end - block);
     for (int64_t row = 0; row < args.rows; row += kPartRows) {
       const int64_t rows = smaller(kPartRows, args.rows - row);
-      multiply_tiles(rows, args.x + row * args.x_stride, args.x_stride, packed + block * args.in_features * 16,
-                     args.in_features * 16, part, args.in_features, sums, kPartBlocks * 16, false);
+      multiply_tiles(rows, args.x + row * args.x_stride, args.x_stride, 
+                     Columns<W>{packed + block * args.in_features * 16, args.in_features * 16, 16}, part, args.in_features, sums, kPartBlocks * 16, false);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t b = 0; b < part; b++) {
           const int64_t channel = (block + b) * 16, left = args.out_features - channel;

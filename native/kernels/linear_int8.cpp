@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "quantize.h"
 #include "simd.h"
 #include "variant.h"
 
@@ -39,48 +40,21 @@ void pack_blocks(const PackInt8& args, Worker worker) {
 }
 
 template <class T>
-SPARKGAP_INLINE void quantize_row(const T* x, int64_t features, uint8_t* out, int64_t out_bytes, float* scale_out) {
-  // Magnitudes compare as integers, so that a NaN is the largest and reaches the scale.
-  UIntPart most[kParts] = {};
-  for (int64_t k = 0; k < features; k += kLanes) {
-    const Floats v = load_some(x + k, features - k);
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) {
-      const IntPart magnitude = (IntPart)v.part[i] & 0x7fffffff;
-      most[i] = (UIntPart)(magnitude > (IntPart)most[i] ? magnitude : (IntPart)most[i]);
-    }
-  }
-  uint32_t bits = 0;
-  for (int i = 0; i < kParts; i++)
-    for (int lane = 0; lane < kPartLanes; lane++) bits = larger(bits, uint32_t(most[i][lane]));
-  float magnitude;
-  std::memcpy(&magnitude, &bits, sizeof bits);
-  *scale_out = magnitude / 127.0f;
-  const Floats inverse = splat(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-  for (int64_t k = 0; k < out_bytes; k += kLanes) {
-    const Floats scaled = round_to_even(at_most(at_least(load_some(x + k, larger<int64_t>(0, smaller<int64_t>(features - k, kLanes))) * inverse, -127.0f), 127.0f));
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) {
-      const UIntPart q = (UIntPart)(__builtin_convertvector(scaled.part[i], IntPart) + 128);
-      typedef uint8_t Bytes __attribute__((vector_size(kPartLanes)));
-      const Bytes bytes = __builtin_convertvector(q, Bytes);
-      std::memcpy(out + k + i * kPartLanes, &bytes, sizeof bytes);
-    }
-  }
-}
-
-template <class T>
 void quantize(const QuantizeRows& args, Worker worker) {
   for (int64_t row = worker.index; row < args.rows; row += worker.count)
-    quantize_row(static_cast<const T*>(args.x.data) + row * args.x.stride, args.features,
-                 args.quantized + row * args.quantized_stride, args.quantized_stride, args.scales + row);
+    quantize_to(args.to, row, static_cast<const T*>(args.x.data) + row * args.x.stride, args.features);
 }
 
-// Int32 sums of 16 channels for one row, in the form each instruction set accumulates them.
+// Int32 sums of R rows by B blocks of 16 channels, in the form each instruction set accumulates them.
+//
+// `fetch` is where the weights begin that this thread comes to later: as many bytes as the present ones are brought into
+// the second-level cache meanwhile, a line for each that is used. The hardware's own prefetching follows one stream well
+// and loses its way when each line is used for many rows.
 #if defined(__AVX512VNNI__)
 
 constexpr int kMaxRows = 12, kMaxBlocks = 2;
-constexpr int kRowBlocks = 4;  // blocks of channels a single row takes together
+constexpr int kStreamRows = 2;  // so few rows are one stream of weights, which the hardware prefetches best by itself
+constexpr int kStreamSteps = 4;
 
 // Rows 0 ... 5 from a pointer, as addresses that need no register of their own.
 struct SixRows {
@@ -102,7 +76,7 @@ struct SixRows {
 // Not inlined: what surrounds it would take registers from the accumulators.
 template <int R, int B>
 __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const* offsets, Ints (*out)[B]) {
+                                    const int32_t* const* offsets, const int8_t* fetch, Ints (*out)[B]) {
   IntPart acc[R][B];  // of the type the instruction takes: with another, the compiler copies them in every step
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) {
@@ -112,12 +86,12 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
   }
   SixRows low(q, q_stride), high(q + 6 * q_stride, q_stride);
   const int64_t block_bytes = groups * 64;
-  for (const int8_t* end = packed + block_bytes; packed != end; packed += 64, low.at += 4, high.at += 4) {
+  for (const int8_t* end = packed + block_bytes; packed != end; packed += 64, fetch += 64 * B, low.at += 4, high.at += 4) {
     __m512i w[B];
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       w[b] = _mm512_loadu_si512(packed + b * block_bytes);
-      __builtin_prefetch(packed + b * block_bytes + 1024);
+      __builtin_prefetch(fetch + 64 * b, 0, 2);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -132,16 +106,46 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
     for (int b = 0; b < B; b++) out[r][b].part[0] = acc[r][b];
 }
 
+// R rows by one block, with several accumulators each: the weights are one stream.
+template <int R>
+__attribute__((noinline)) void stream_sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
+                                           const int32_t* offset, Ints (*out)[1]) {
+  IntPart acc[R][kStreamSteps];
+#pragma GCC unroll 2
+  for (int r = 0; r < R; r++) {
+    acc[r][0] = (IntPart)_mm512_loadu_si512(offset);
+#pragma GCC unroll 4
+    for (int step = 1; step < kStreamSteps; step++) acc[r][step] = IntPart{};
+  }
+  const auto add = [&](int64_t group, int step) __attribute__((always_inline)) {
+    const __m512i w = _mm512_loadu_si512(packed + group * 64);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) {
+      int32_t four;
+      std::memcpy(&four, q + r * q_stride + group * 4, 4);
+      acc[r][step] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc[r][step], _mm512_set1_epi32(four), w);
+    }
+  };
+  int64_t group = 0;
+  for (; group + kStreamSteps <= groups; group += kStreamSteps) {
+#pragma GCC unroll 4
+    for (int step = 0; step < kStreamSteps; step++) add(group + step, step);
+  }
+  for (; group < groups; group++) add(group, 0);
+#pragma GCC unroll 2
+  for (int r = 0; r < R; r++) out[r][0].part[0] = (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]);
+}
+
 #elif defined(__AVX2__)
 
 constexpr int kMaxRows = 4, kMaxBlocks = 1;
-constexpr int kRowBlocks = 2;
+constexpr int kStreamRows = 0;
 
 // Without VNNI: unsigned times signed bytes add up in pairs with saturation, so the activation's sign moves to the
 // weight; magnitudes of at most 127 then cannot saturate.
 template <int R, int B>
 __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const*, Ints (*out)[B]) {
+                                    const int32_t* const*, const int8_t* fetch, Ints (*out)[B]) {
   __m256i acc[R][B][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -149,6 +153,7 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
     for (int b = 0; b < B; b++) acc[r][b][0] = acc[r][b][1] = _mm256_setzero_si256();
   const __m256i ones = _mm256_set1_epi16(1);
   for (int64_t g = 0; g < groups; g++) {
+    __builtin_prefetch(fetch + g * 64 * B, 0, 2);
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       const int8_t* weights = packed + (b * groups + g) * 64;
@@ -177,11 +182,11 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
 #else
 
 constexpr int kMaxRows = 4, kMaxBlocks = 1;
-constexpr int kRowBlocks = 1;
+constexpr int kStreamRows = 0;
 
 template <int R, int B>
 __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const*, Ints (*out)[B]) {
+                                    const int32_t* const*, const int8_t*, Ints (*out)[B]) {
   static_assert(B == 1);
   int32_t acc[R][16] = {};
   for (int64_t g = 0; g < groups; g++) {
@@ -200,24 +205,17 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
 
 SPARKGAP_INLINE Floats to_floats(Ints x) SPARKGAP_EACH_PART(__builtin_convertvector(x.part[i], FloatPart))
 
+// Channels' offsets; a block that is not full has zeros in the places of channels that are not there.
+SPARKGAP_INLINE const int32_t* offsets_of(const LinearInt8& args, int64_t block, int32_t* padded) {
+  const int64_t channel = block * 16, left = args.out_features - channel;
+  if (left >= 16) return args.offsets + channel;
+  std::memset(padded, 0, 64);
+  std::memcpy(padded, args.offsets + channel, size_t(left) * 4);
+  return padded;
+}
+
 template <int R, int B>
-void tile(const LinearInt8& args, int64_t row, int64_t block) {
-  const int64_t groups = (args.in_features + 3) / 4;
-  alignas(64) int32_t padded[B][16];
-  const int32_t* offsets[B];
-#pragma GCC unroll 4
-  for (int b = 0; b < B; b++) {
-    const int64_t channel = (block + b) * 16, left = args.out_features - channel;
-    offsets[b] = args.offsets + channel;
-    if (left < 16) {
-      std::memset(padded[b], 0, sizeof padded[b]);
-      std::memcpy(padded[b], offsets[b], size_t(left) * 4);
-      offsets[b] = padded[b];
-    }
-  }
-  Ints acc[R][B];
-  sums<R, B>(args.quantized + row * args.quantized_stride, args.quantized_stride, args.packed + block * groups * 64, groups,
-             offsets, acc);
+SPARKGAP_INLINE void write_outputs(const LinearInt8& args, int64_t row, int64_t block, const Ints (*acc)[B]) {
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) {
     const int64_t channel = (block + b) * 16, left = args.out_features - channel;
@@ -234,13 +232,47 @@ void tile(const LinearInt8& args, int64_t row, int64_t block) {
   }
 }
 
-// Tiles of R rows while so many are left, then smaller ones.
 template <int R, int B>
-SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block) {
-  while (args.rows - row >= R) tile<R, B>(args, row, block), row += R;
-  if constexpr (R > 1)
-    if (row < args.rows) column<R - 1, B>(args, row, block);
+void tile(const LinearInt8& args, int64_t row, int64_t block, const int8_t* fetch) {
+  const int64_t groups = (args.in_features + 3) / 4;
+  alignas(64) int32_t padded[B][16];
+  const int32_t* offsets[B];
+#pragma GCC unroll 4
+  for (int b = 0; b < B; b++) offsets[b] = offsets_of(args, block + b, padded[b]);
+  Ints acc[R][B];
+  sums<R, B>(args.quantized + row * args.quantized_stride, args.quantized_stride, args.packed + block * groups * 64, groups,
+             offsets, fetch, acc);
+  write_outputs<R, B>(args, row, block, acc);
 }
+
+// Tiles of R rows while so many are left, then smaller ones. The first fetches ahead, for all of them.
+template <int R, int B>
+SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block, const int8_t* fetch) {
+  const int8_t* weights = args.packed + block * ((args.in_features + 3) / 4) * 64;
+  for (; args.rows - row >= R; row += R) tile<R, B>(args, row, block, row == 0 ? fetch : weights);
+  if constexpr (R > 1)
+    if (row < args.rows) column<R - 1, B>(args, row, block, fetch);
+}
+
+#if defined(__AVX512VNNI__)
+template <int R>
+void stream(const LinearInt8& args, int64_t block, int64_t end) {
+  const int64_t groups = (args.in_features + 3) / 4;
+  for (; block < end; block++) {
+    alignas(64) int32_t padded[16];
+    Ints acc[R][1];
+    stream_sums<R>(args.quantized, args.quantized_stride, args.packed + block * groups * 64, groups,
+                   offsets_of(args, block, padded), acc);
+    write_outputs<R, 1>(args, 0, block, acc);
+  }
+}
+#else
+template <int R>
+void stream(const LinearInt8&, int64_t, int64_t) {}
+#endif
+
+// So far ahead that memory answers in time, and so near that what was fetched is still there when it is used.
+constexpr int64_t kFetchBytes = 48 << 10;
 
 }  // namespace
 
@@ -255,13 +287,15 @@ void quantize_rows(const QuantizeRows& args, Worker worker) {
 }
 
 void linear_int8(const LinearInt8& args, Worker worker) {
-  const int64_t blocks = (args.out_features + 15) / 16;
+  const int64_t blocks = (args.out_features + 15) / 16, block_bytes = (args.in_features + 3) / 4 * 64;
   int64_t block = blocks * worker.index / worker.count;
   const int64_t end = blocks * (worker.index + 1) / worker.count;
-  if (args.rows == 1)
-    for (; end - block >= kRowBlocks; block += kRowBlocks) tile<1, kRowBlocks>(args, 0, block);
-  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block);
-  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block);
+  if (args.rows <= kStreamRows) return args.rows == 1 ? stream<1>(args, block, end) : stream<2>(args, block, end);
+  const int64_t tile_bytes = kMaxBlocks * block_bytes, ahead = (kFetchBytes + tile_bytes - 1) / tile_bytes * kMaxBlocks;
+  // Past the end of this thread's part there is nothing to fetch: what is at hand costs nothing.
+  const auto fetch = [&](int64_t b) { return args.packed + (b + ahead + kMaxBlocks <= end ? b + ahead : b) * block_bytes; };
+  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block, fetch(block));
+  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block, args.packed + block * block_bytes);
 }
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

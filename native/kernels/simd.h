@@ -122,12 +122,31 @@ SPARKGAP_INLINE Floats operator+(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i
 SPARKGAP_INLINE Floats operator-(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] - b.part[i])
 SPARKGAP_INLINE Floats operator*(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] * b.part[i])
 SPARKGAP_INLINE Floats operator/(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] / b.part[i])
+// The larger and the smaller of each lane; `b` where the two are not ordered.
+SPARKGAP_INLINE FloatPart larger_part(FloatPart a, FloatPart b) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+SPARKGAP_INLINE FloatPart smaller_part(FloatPart a, FloatPart b) {
+#if defined(__AVX512F__)
+  return (FloatPart)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (FloatPart)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // A NaN in `a` gives NaN.
-SPARKGAP_INLINE Floats at_least(Floats a, float low)
-    SPARKGAP_EACH_PART(a.part[i] < splat_part(low) ? splat_part(low) : a.part[i])
-SPARKGAP_INLINE Floats at_most(Floats a, float high)
-    SPARKGAP_EACH_PART(a.part[i] > splat_part(high) ? splat_part(high) : a.part[i])
-SPARKGAP_INLINE Floats larger(Floats a, Floats b) SPARKGAP_EACH_PART(a.part[i] < b.part[i] ? b.part[i] : a.part[i])
+SPARKGAP_INLINE Floats at_least(Floats a, float low) SPARKGAP_EACH_PART(larger_part(splat_part(low), a.part[i]))
+SPARKGAP_INLINE Floats at_most(Floats a, float high) SPARKGAP_EACH_PART(smaller_part(splat_part(high), a.part[i]))
+// `a` where the two are not ordered.
+SPARKGAP_INLINE Floats larger(Floats a, Floats b) SPARKGAP_EACH_PART(larger_part(b.part[i], a.part[i]))
 
 SPARKGAP_INLINE Floats load(const float* p) {
   Floats r;
@@ -189,11 +208,35 @@ SPARKGAP_INLINE float to_float(BFloat16 x) {
   return r;
 }
 
-// Sum of the lanes, always in this order: halves, quarters, pairs.
+// Folds the lanes in this order, whatever the registers are: halves, quarters, pairs.
+#if defined(__AVX2__)
+template <class Fold>
+SPARKGAP_INLINE float fold(Floats x, Fold four) {
+#if defined(__AVX512F__)
+  const __m512 all = (__m512)x.part[0];
+  const __m256 low = _mm512_castps512_ps256(all);
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
+#else
+  const __m256 low = (__m256)x.part[0], high = (__m256)x.part[1];
+#endif
+  const __m128 first = four(_mm256_castps256_ps128(low), _mm256_castps256_ps128(high));
+  const __m128 second = four(_mm256_extractf128_ps(low, 1), _mm256_extractf128_ps(high, 1));
+  const __m128 quarter = four(first, second);
+  const __m128 pair = four(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(four(pair, _mm_movehdup_ps(pair)));
+}
+
+SPARKGAP_INLINE float sum(Floats x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+
+SPARKGAP_INLINE float largest(Floats x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_max_ps(b, a); });
+}
+#else
 SPARKGAP_INLINE float sum(Floats x) {
   float a[kLanes];
   store(a, x);
-#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] += a[i + half];
   return a[0];
@@ -202,16 +245,64 @@ SPARKGAP_INLINE float sum(Floats x) {
 SPARKGAP_INLINE float largest(Floats x) {
   float a[kLanes];
   store(a, x);
-#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] = larger(a[i], a[i + half]);
   return a[0];
+}
+#endif
+
+// A float's bits without the sign: integers in the order of the magnitudes, above which NaNs stand.
+SPARKGAP_INLINE Ints magnitude_bits(Floats x) {
+  Ints r;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) r.part[i] = (IntPart)x.part[i] & 0x7fffffff;
+  return r;
+}
+
+SPARKGAP_INLINE Ints larger(Ints a, Ints b) {
+  Ints r;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; i++) {
+#if defined(__AVX512F__)
+    r.part[i] = (IntPart)_mm512_max_epi32((__m512i)a.part[i], (__m512i)b.part[i]);
+#elif defined(__AVX2__)
+    r.part[i] = (IntPart)_mm256_max_epi32((__m256i)a.part[i], (__m256i)b.part[i]);
+#else
+    r.part[i] = a.part[i] < b.part[i] ? b.part[i] : a.part[i];
+#endif
+  }
+  return r;
+}
+
+SPARKGAP_INLINE int32_t largest(Ints x) {
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = larger(lanes[i], lanes[i + half]);
+  return lanes[0];
 }
 
 // Nearest integers (ties to even) of values in -2^22 ... 2^22.
 SPARKGAP_INLINE Floats round_to_even(Floats x) {
   const Floats magic = splat(12582912.0f);
   return (x + magic) - magic;
+}
+
+// The low bytes of 16 integers.
+SPARKGAP_INLINE void store_low_bytes(uint8_t* p, Ints x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x.part[0]));
+#elif defined(__AVX2__)
+  const __m256i mask = _mm256_set1_epi32(0xff);
+  const __m256i shorts = _mm256_permute4x64_epi64(
+      _mm256_packus_epi32(_mm256_and_si256((__m256i)x.part[0], mask), _mm256_and_si256((__m256i)x.part[1], mask)), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
+#else
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < kLanes; i++) p[i] = uint8_t(lanes[i]);
+#endif
 }
 
 // e^x, 0 below -87.3 (where results would be subnormal), capped at e^88. The polynomial is that of Cephes' expf.

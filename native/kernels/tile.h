@@ -17,25 +17,57 @@ constexpr int kTileRows = 2, kTileBlocks = 1;
 constexpr int tile_blocks(int) { return 1; }
 #endif
 
-// R rows by B blocks, accumulators in registers. `a_stride`, `c_stride` are between rows, `b_stride` between blocks
-// of 16 columns. `more` continues from what C holds.
+// What B's columns lie in, 16 at a time: blocks of columns are `block_stride` elements apart, values of k and k + 1 `step`.
+template <class W>
+struct Columns {
+  static constexpr int kDepth = 1;  // values of k that one step takes
+
+  const W* at;
+  int64_t block_stride, step;
+
+  SPARKGAP_INLINE Floats load_block(int64_t block, int64_t k, int) const { return load(at + block * block_stride + k * step); }
+  SPARKGAP_INLINE Columns from_block(int64_t block) const { return {at + block * block_stride, block_stride, step}; }
+};
+
+// bfloat16 in pairs of two values of k, the lower one in the lower half: `[blocks, depth / 2, 16]`.
+struct PairColumns {
+  static constexpr int kDepth = 2;
+
+  const uint32_t* at;
+  int64_t block_stride;
+
+  SPARKGAP_INLINE Floats load_block(int64_t block, int64_t k, int odd) const {
+    Floats r;
+    std::memcpy(&r, at + block * block_stride + k * 16, sizeof r);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; i++)
+      r.part[i] = (FloatPart)(odd ? (UIntPart)r.part[i] & 0xffff0000u : (UIntPart)r.part[i] << 16);
+    return r;
+  }
+  SPARKGAP_INLINE PairColumns from_block(int64_t block) const { return {at + block * block_stride, block_stride}; }
+};
+
+// R rows by B blocks, accumulators in registers. `a_stride`, `c_stride` are between rows; `steps` of `kDepth` each.
+// `more` continues from what C holds.
 template <int R, int B, class W>
-SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t depth, float* c,
-                             int64_t c_stride, bool more) {
+SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, W b, int64_t steps, float* c, int64_t c_stride, bool more) {
   Floats acc[R][B];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < B; j++) acc[r][j] = more ? load(c + r * c_stride + j * 16) : splat(0.0f);
-  for (int64_t k = 0; k < depth; k++) {
-    Floats w[B];
+  for (int64_t k = 0; k < steps; k++) {
+#pragma GCC unroll 2
+    for (int part = 0; part < W::kDepth; part++) {
+      Floats w[B];
 #pragma GCC unroll 4
-    for (int j = 0; j < B; j++) w[j] = load(b + j * b_stride + k * 16);
+      for (int j = 0; j < B; j++) w[j] = b.load_block(j, k, part);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-      const Floats x = splat(a[r * a_stride + k]);
+      for (int r = 0; r < R; r++) {
+        const Floats x = splat(a[r * a_stride + k * W::kDepth + part]);
 #pragma GCC unroll 4
-      for (int j = 0; j < B; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
+        for (int j = 0; j < B; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
+      }
     }
   }
 #pragma GCC unroll 6
@@ -45,28 +77,28 @@ SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, const W* b, int64
 }
 
 template <int R, class W>
-void tile_row_group(const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t blocks, int64_t depth, float* c,
-                    int64_t c_stride, bool more) {
+void tile_row_group(const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c, int64_t c_stride,
+                    bool more) {
   constexpr int B = tile_blocks(R);
   int64_t j = 0;
-  for (; j + B <= blocks; j += B) tile_of<R, B>(a, a_stride, b + j * b_stride, b_stride, depth, c + j * 16, c_stride, more);
-  for (; j < blocks; j++) tile_of<R, 1>(a, a_stride, b + j * b_stride, b_stride, depth, c + j * 16, c_stride, more);
+  for (; j + B <= blocks; j += B) tile_of<R, B>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more);
+  for (; j < blocks; j++) tile_of<R, 1>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more);
 }
 
 template <int R, class W>
-SPARKGAP_INLINE void tile_rows(int64_t rows, const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t blocks,
-                               int64_t depth, float* c, int64_t c_stride, bool more) {
+SPARKGAP_INLINE void tile_rows(int64_t rows, const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c,
+                               int64_t c_stride, bool more) {
   for (; rows >= R; rows -= R, a += R * a_stride, c += R * c_stride)
-    tile_row_group<R>(a, a_stride, b, b_stride, blocks, depth, c, c_stride, more);
+    tile_row_group<R>(a, a_stride, b, blocks, steps, c, c_stride, more);
   if constexpr (R > 1)
-    if (rows > 0) tile_rows<R - 1>(rows, a, a_stride, b, b_stride, blocks, depth, c, c_stride, more);
+    if (rows > 0) tile_rows<R - 1>(rows, a, a_stride, b, blocks, steps, c, c_stride, more);
 }
 
 // Any number of rows and blocks.
 template <class W>
-void multiply_tiles(int64_t rows, const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t blocks, int64_t depth,
-                    float* c, int64_t c_stride, bool more) {
-  tile_rows<kTileRows>(rows, a, a_stride, b, b_stride, blocks, depth, c, c_stride, more);
+void multiply_tiles(int64_t rows, const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c,
+                    int64_t c_stride, bool more) {
+  tile_rows<kTileRows>(rows, a, a_stride, b, blocks, steps, c, c_stride, more);
 }
 
 }  // namespace

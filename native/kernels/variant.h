@@ -8,12 +8,15 @@ namespace sparkgap::SPARKGAP_VARIANT {
 void pack_int8(const PackInt8&, Worker);
 void pack_float(const PackFloat&, Worker);
 void quantize_rows(const QuantizeRows&, Worker);
+void norm_quantize(const NormQuantize&, Worker);
+void silu_quantize(const SiluQuantize&, Worker);
 void linear_int8(const LinearInt8&, Worker);
 void linear_float(const LinearFloat&, Worker);
 void convert_rows(const ConvertRows&, Worker);
 void rms_norm(const RmsNorm&, Worker);
 void rotary(const Rotary&, Worker);
 void kv_write(const KvWrite&, Worker);
+void rotary_write(const RotaryWrite&, Worker);
 void silu_mul(const SiluMul&, Worker);
 void embed(const Embed&, Worker);
 void argmax(const Argmax&, Worker);

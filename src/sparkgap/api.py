@@ -19,8 +19,10 @@ from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
+from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
-from sparkgap.engine.scoring import next_token_probabilities
+from sparkgap.engine.scoring import hidden_states, next_token_probabilities
+from sparkgap.engine.stats import EngineStats
 from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
@@ -154,14 +156,41 @@ class LLM:
         """Answer one conversation, giving what is new as it comes; as `stream`."""
         return self.stream(self._render(messages, template_variables), sampling_params)
 
-    def next_token_probabilities(self, prompt: Seq[int], sampling_params: SamplingParams) -> Tensor:
-        """The distribution that the token after `prompt` (token ids) is drawn from, without speculation.
+    def next_token_probabilities(self, prompts: Seq[Seq[int]], sampling_params: SamplingParams) -> Tensor:
+        """The distribution that the token after each prompt (token ids) is drawn from, without speculation.
 
         Returns:
-            float32 `[vocab]`.
+            float32 `[prompts, vocab]`.
         """
         with self._lock:
-            return next_token_probabilities(self._loaded, list(prompt), sampling_params)
+            return next_token_probabilities(self._loaded, prompts, sampling_params)
+
+    def time_phases(self, context_tokens: int, accepted_rows: int = 1) -> dict[str, float]:
+        """Milliseconds of each phase of one sequence's round, run by itself: `engine.phases.time_phases`."""
+        with self._lock:
+            return time_phases(self._loaded, context_tokens, accepted_rows)
+
+    def hidden_states(self, token_ids: Seq[int]) -> Tensor:
+        """What `logits` takes, of each token of a text, computed in one pass beside the engine.
+
+        Returns:
+            `[tokens, hidden_size]`.
+
+        Raises:
+            PromptError: no tokens, more than `max_model_len`, or one outside the vocabulary.
+        """
+        limits = self._engine.model
+        if not 0 < len(token_ids) <= limits.max_model_len:
+            raise PromptError(f"a text of {len(token_ids)} tokens must have 1 to {limits.max_model_len}")
+        if not all(0 <= token_id < limits.vocab_size for token_id in token_ids):
+            raise PromptError(f"a text has a token id outside the vocabulary of {limits.vocab_size} tokens")
+        with self._lock:
+            return hidden_states(self._loaded.target, list(token_ids))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the token after each of `hidden_states`' rows: float32 `[rows, vocab]`."""
+        with self._lock, torch.inference_mode():
+            return self._loaded.target.logits(hidden)
 
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
@@ -205,6 +234,11 @@ class LLM:
         with self._lock:
             return self._loaded.graph_counters.report()
 
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds: a snapshot, which waits for no step."""
+        return self._engine.stats
+
     def _graphs_info(self) -> dict[str, Any] | None:
         passes, counters = self._loaded.passes, self._loaded.graph_counters
         if not isinstance(passes, CapturedPasses):
@@ -214,6 +248,7 @@ class LLM:
             "capture_ms": counters.capture_ms,
             "memory_bytes": counters.memory_bytes,
             "sequences": list(passes.buckets),
+            "context_graph": passes.context_graph,
         }
 
     def _pipeline_info(self) -> dict[str, Any]:
@@ -232,14 +267,15 @@ class LLM:
         if chosen is None:
             return None
         config = chosen.drafter.config
+        settings = config.settings
         return {
             "drafter": config.name,
-            "method": config.method,
+            "method": settings.method,
             "num_speculative_tokens": chosen.num_speculative_tokens,
             "draft_sample_method": chosen.config.draft_sample_method,
             "parameters": chosen.drafter.num_parameters,
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_layer_ids": list(config.target_layer_ids),
+            "draft_vocab_size": settings.draft_vocab_size,
+            "target_layer_ids": list(settings.target_layer_ids),
             "max_context_length": chosen.drafter.max_context_length,
         }
 

@@ -13,7 +13,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Values of `EngineConfig.dtype`; `auto` is bfloat16."""
 
-QUANTIZATIONS = ("auto", "w8a8", "none")
+QUANTIZATIONS = ("auto", "w8a8", "w8a8-static", "none")
 """Values of `EngineConfig.quantization`."""
 
 MAX_LOGPROBS = 20
@@ -24,6 +24,18 @@ GRAPHS = ("auto", "on", "off")
 
 TASK_PIPELINES = ("auto", "on", "off")
 """Values of `EngineConfig.task_pipeline`; `auto` is on where rounds can be chained on the device."""
+
+CONTEXT_GRAPHS = ("auto", "off", "compact", "masked")
+"""Values of `EngineConfig.context_graph`."""
+
+EXECUTION_MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"graphs": "off", "context_graph": "off", "task_pipeline": "off"},
+    "graphs": {"graphs": "on", "context_graph": "off", "task_pipeline": "off"},
+    "compact": {"graphs": "on", "context_graph": "compact", "task_pipeline": "off"},
+    "masked": {"graphs": "on", "context_graph": "masked", "task_pipeline": "off"},
+    "pipeline": {"graphs": "on", "context_graph": "auto", "task_pipeline": "on"},
+}
+"""Ways to run a round that checks and benches compare, as settings of `EngineConfig`. All give the same tokens."""
 
 MAX_COMPLETIONS = 16384
 """Most completions of one prompt (vLLM's limit)."""
@@ -43,8 +55,9 @@ SPECULATIVE_METHODS = ("dspark", "dflash")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 """Values of `SpeculativeConfig.draft_sample_method`."""
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Why a request ended: `stop` (end of sequence, stop string or stop token), `length` or `abort`."""
+FinishReason = Literal["stop", "length", "abort", "timeout"]
+"""Why a request ended: `stop` (end of sequence, stop string or stop token), `length`, `abort`, or `timeout` (its
+`deadline_s` passed)."""
 
 
 def _check(condition: bool, message: str) -> None:
@@ -96,6 +109,9 @@ class SamplingParams:
         logit_bias: token id -> value in [-100, 100] added to its logit.
         skip_special_tokens: leave special tokens out of the text.
         speculation: whether an engine that speculates does so for this request.
+        skip_reading_prefix_cache: compute the whole prompt, also where its KV is known already.
+        deadline_s: seconds after its arrival at which the request ends with what it has, and finish reason `timeout`;
+            None lets it run.
 
     Raises:
         ConfigError: a value is out of its range; the message names the parameter.
@@ -120,6 +136,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     speculation: bool = True
+    skip_reading_prefix_cache: bool = False
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         _check(is_integer(self.n) and self.n >= 1, f"n must be an integer of at least 1, got {self.n!r}")
@@ -159,6 +177,10 @@ class SamplingParams:
         _check(
             is_finite(self.repetition_penalty) and smallest <= self.repetition_penalty <= largest,
             f"repetition_penalty must be above 0, from {smallest:g} to {largest:g}, got {self.repetition_penalty!r}",
+        )
+        _check(
+            self.deadline_s is None or (is_finite(self.deadline_s) and self.deadline_s > 0),
+            f"deadline_s must be a number of seconds above 0, got {self.deadline_s!r}",
         )
         self._check_stop()
         self._check_logit_bias()
@@ -286,12 +308,20 @@ class EngineConfig:
         dtype: one of `DTYPES`, of weights and KV cache, and of activations on accelerators (on the CPU they are
             float32).
         quantization: one of `QUANTIZATIONS`. `w8a8` runs matrix products on int8 weights, with a scale for each
-            output channel, and int8 activations, with a scale for each token; `auto` is `w8a8` on the CPU when
-            dtype is `auto` too, else `none`.
+            output channel, and int8 activations, with a scale for each token; `w8a8-static` takes the activations'
+            scales from a model directory that `sparkgap quantize` calibrated. `auto` is what the model directory was
+            quantized for; for others `w8a8` on the CPU when dtype is `auto` too, else `none`.
         device: `auto`, `cpu`, or an accelerator's torch name such as `cuda`.
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
         max_num_batched_tokens: most prompt tokens in one step (chunked prefill).
+        max_decode_stretch: how much longer than a decode round alone a step may take that also reads prompts, which is
+            how much later the tokens of running requests come meanwhile; above 1. Prompt tokens are counted out by
+            measured times. A smaller value lets prompts wait longer for their first token.
+        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, instead of `max_decode_stretch`.
+        enable_prefix_caching: reuse KV of prompt blocks that an earlier request has computed.
+        max_queued_requests: most requests that wait for a place among `max_num_seqs`; one more is refused. None has no
+            limit.
         block_size: positions in one KV block.
         kv_cache_memory_bytes: size of the KV cache; None sizes it for `max_num_seqs` sequences within a share
             of the free memory, and never below one sequence of `max_model_len`.
@@ -304,6 +334,10 @@ class EngineConfig:
         task_pipeline: one of `TASK_PIPELINES`, or True or False: whether rounds are chained on the device, so that the
             host learns of a round while the next one runs. Requests that this cannot serve take rounds that the host
             carries.
+        context_graph: one of `CONTEXT_GRAPHS`: how a round updates the drafter's context when passes are captured.
+            `masked` replays a graph over all rows, where rejected ones write nothing; `compact` one for as many rows as
+            were accepted, which the host copies together; `off` computes the accepted rows eagerly. `auto` is `masked`,
+            the fastest for one sequence, where passes are captured.
         allow_download: whether a model that is not cached may be fetched.
 
     Raises:
@@ -317,6 +351,10 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    max_decode_stretch: float = 2.5
+    prefill_tokens_beside_decodes: int | None = None
+    enable_prefix_caching: bool = True
+    max_queued_requests: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     seed: int = 0
@@ -325,6 +363,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     graphs: str | bool = "auto"
     task_pipeline: str | bool = "auto"
+    context_graph: str = "auto"
     allow_download: bool = True
 
     def __post_init__(self) -> None:
@@ -336,6 +375,14 @@ class EngineConfig:
             f"task_pipeline must be one of {', '.join(TASK_PIPELINES)}, got {self.task_pipeline!r}",
         )
         _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
+        _check(
+            self.context_graph in CONTEXT_GRAPHS,
+            f"context_graph must be one of {', '.join(CONTEXT_GRAPHS)}, got {self.context_graph!r}",
+        )
+        _check(
+            self.graphs != "off" or self.context_graph in ("auto", "off"),
+            f"context_graph {self.context_graph} contradicts graphs off; leave one of them out",
+        )
         _check(isinstance(self.model, str), f"model must be a name or a path as text, got {self.model!r}")
         _check(bool(self.model), "model must not be empty")
         _check(isinstance(self.device, str), f"device must be a name, got {self.device!r}")
@@ -351,9 +398,18 @@ class EngineConfig:
             value = getattr(self, name)
             _check(is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
         _check(self.block_size <= MAX_BLOCK_SIZE, f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
-        for name in ("speculation", "allow_download"):
+        for name in ("speculation", "allow_download", "enable_prefix_caching"):
             _check(isinstance(getattr(self, name), bool), f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+        _check(
+            is_finite(self.max_decode_stretch) and self.max_decode_stretch > 1,
+            f"max_decode_stretch must be a finite number above 1, got {self.max_decode_stretch!r}",
+        )
+        _check(
+            self.max_queued_requests is None
+            or (is_integer(self.max_queued_requests) and self.max_queued_requests >= 0),
+            f"max_queued_requests must be an integer of at least 0, got {self.max_queued_requests!r}",
+        )
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads", "prefill_tokens_beside_decodes"):
             value = getattr(self, name)
             _check(
                 value is None or (is_integer(value) and value >= 1),

@@ -37,5 +37,13 @@ class OutputError(SparkgapError):
     """What was computed cannot be written to where it should go."""
 
 
+class QueueFullError(SparkgapError):
+    """As many requests wait as may; nothing of the new one was kept, and it may be given again later."""
+
+
+class ServerError(SparkgapError):
+    """A server that is to be measured does not answer, or not as it should."""
+
+
 class EngineError(SparkgapError):
     """Computing a request failed; the message names the model. Other requests are not affected."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import scipy.stats
@@ -10,10 +11,13 @@ import torch
 from sparkgap import LLM, SamplingParams
 from sparkgap.bench.acceptance import by_category, measure_acceptance, summarize
 from sparkgap.bench.check import check_greedy, first_difference
-from sparkgap.bench.distribution import check_distribution, chi_square
+from sparkgap.bench.distribution import _Groups, check_distribution, chi_square
 from sparkgap.bench.prompts import BenchPrompt, EncodedPrompt, builtin_prompts, encode_prompts, read_prompts
-from sparkgap.cli import main
+from sparkgap.cli import bench_options, main
+from sparkgap.config import EXECUTION_MODES
 from sparkgap.errors import ConfigError, PromptError
+from sparkgap.graphs.captured import CapturedPasses
+from sparkgap.graphs.passes import Passes
 from sparkgap.rounds import speculative
 from sparkgap.rounds.sequence import SampledToken
 from sparkgap.rounds.verification import Settlement, exact_match, rejection
@@ -58,6 +62,11 @@ def wrong_at(place):
         return settlements
 
     return match
+
+
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch):
+    monkeypatch.setattr(bench_options, "PROGRESS_LINE_S", 1e9)
 
 
 @pytest.fixture
@@ -248,33 +257,76 @@ def test_chi_square_is_scipys(seed):
     probabilities = torch.rand(12, generator=generator, dtype=torch.float64) + 0.3
     probabilities /= probabilities.sum()
     draws = torch.multinomial(probabilities, 900, replacement=True, generator=generator)
-    counts = Counter(draws.tolist())
-    statistic, cells, p_value = chi_square(counts, probabilities)
-    expected = scipy.stats.chisquare([counts[i] for i in range(12)], (probabilities * 900).tolist())
-    assert cells == 12
-    assert (statistic, p_value) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-6)
+    counts = torch.bincount(draws, minlength=12).double()
+    statistic, cells = chi_square(counts.clone(), probabilities * 900)
+    expected = scipy.stats.chisquare(counts, probabilities * 900)
+    assert (statistic, cells) == pytest.approx((expected.statistic, 12), rel=1e-6)
+    groups = _Groups()
+    groups.add(Counter(draws.tolist()), probabilities)
+    assert groups.test() == pytest.approx((expected.statistic, 12, expected.pvalue), rel=1e-6)
+
+
+def in_one_group(counts, probabilities):
+    groups = _Groups()
+    groups.add(counts, torch.tensor(probabilities))
+    return groups.test()
 
 
 def test_chi_square_pools_rare_tokens():
-    probabilities = torch.tensor([0.5, 0.4] + [0.1 / 50] * 50)
-    counts = {0: 500, 1: 400, 2: 60, 3: 40}
-    statistic, cells, p_value = chi_square(counts, probabilities)
+    statistic, cells, p_value = in_one_group({0: 500, 1: 400, 2: 60, 3: 40}, [0.5, 0.4] + [0.1 / 50] * 50)
     assert cells == 3
     assert statistic == pytest.approx(0, abs=1e-4)
     assert p_value == pytest.approx(1, abs=1e-3)
-    assert chi_square({0: 60}, torch.tensor([1.0, 0.0])) == (0.0, 1, None)
-    assert chi_square({0: 60, 1: 1}, torch.tensor([1.0, 0.0]))[2] == 0.0
-    few = chi_square({0: 60, 1: 38, 2: 2}, torch.tensor([0.6, 0.38, 0.02]))
-    assert few[1] == 2
+    assert in_one_group({0: 60}, [1.0, 0.0]) == (0.0, 1, None)
+    assert in_one_group({0: 60, 1: 1}, [1.0, 0.0])[2] == 0.0
+    assert in_one_group({0: 60, 1: 38, 2: 2}, [0.6, 0.38, 0.02])[1] == 2
+    assert in_one_group({0: 2, 1: 1}, [0.5, 0.5])[1:] == (1, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_from_many_distributions(seed):
+    """Nearly every draw from one of its own: right ones pass, and wrong ones do not."""
+    generator = torch.Generator().manual_seed(seed)
+    right, wrong = _Groups(), _Groups()
+    for index in range(1500):
+        probabilities = (2.5 * torch.randn(40, generator=generator)).softmax(-1)
+        token = int(torch.multinomial(probabilities, 1, generator=generator))
+        right.add({token: 1}, probabilities)
+        wrong.add({index % 2 if torch.rand(1, generator=generator) < 0.15 else token: 1}, probabilities)
+    assert right.test()[1] > 20
+    assert right.test()[2] > 1e-3
+    assert wrong.test()[2] < 1e-5
 
 
 def test_distribution(sampling_llm):
     prompt = EncodedPrompt(BenchPrompt("p", ""), [104, 105])
     result = check_distribution(sampling_llm, prompt, temperature=3, num_samples=1000, batch_size=128)
     assert [test.place for test in result.tests] == [1, 2, 3]
-    assert result.tests[0].num_samples == 1000
-    assert all(test.num_samples > 300 and test.p_value > 1e-3 for test in result.tests)
+    assert result.tests[0].num_beginnings == 1 < result.tests[1].num_beginnings < result.tests[2].num_beginnings
+    assert all(test.num_samples == 1000 for test in result.tests)
+    assert all(test.p_value > 1e-3 for test in result.tests)
     assert result.draft_rounds >= 1000
+
+
+def test_certain_tokens_are_no_test(sampling_llm):
+    """At a temperature near 0 any sampler passes."""
+    prompt = EncodedPrompt(BenchPrompt("p", ""), [104, 105])
+    result = check_distribution(sampling_llm, prompt, temperature=0.01, num_samples=60, batch_size=60)
+    assert all(test.num_samples == 60 for test in result.tests)
+    assert any(test.p_value is None and test.num_cells > 0 for test in result.tests)
+
+
+def test_exact_probabilities_of_several_texts(llm):
+    texts = [[1, 2, 3], [9] * 40, [7]]
+    params = SamplingParams(temperature=0.7)
+    together = llm.next_token_probabilities(texts, params)
+    assert together.shape == (3, llm.info()["vocab_size"])
+    for text, row in zip(texts, together, strict=True):
+        assert torch.equal(llm.next_token_probabilities([text], params)[0], row)
+        (output,) = llm.generate([text], SamplingParams(temperature=0, max_tokens=1, logprobs=0))
+        token = output.outputs[0].token_ids[0]
+        assert int(row.argmax()) == token
+    assert torch.allclose(together.sum(-1), torch.ones(3))
 
 
 def test_a_wrong_distribution_is_found(sampling_llm, monkeypatch):
@@ -294,6 +346,56 @@ def test_a_wrong_distribution_is_found(sampling_llm, monkeypatch):
     assert result.tests[1].p_value < 1e-4
 
 
+def test_modes_command(command, monkeypatch):
+    status, out, err = command(
+        "check", "--max-tokens", "12", "--batch-size", "2", "--mode", "eager", "--mode", "compact"
+    )
+    assert (status, err) == (0, "")
+    assert "eager, batch size 2: 0 of 3 prompts differ" in out
+    assert "compact, batch size 2: 0 of 3 prompts differ" in out
+    assert "with and without speculation, in 2 modes" in out
+    arguments = ["check", "--max-tokens", "12", "--json", "--num-speculative-tokens", "2"]
+    arguments += [part for mode in EXECUTION_MODES for part in ("--mode", mode)]
+    report = json.loads(command(*arguments)[1])
+    assert report["identical"]
+    assert report["same_in_all_modes"]
+    assert report["speculation"]["num_speculative_tokens"] == 2
+    modes = [(batch["mode"], batch["batch_size"]) for batch in report["batches"]]
+    assert modes == [(mode, size) for mode in EXECUTION_MODES for size in (1, 8)]
+    assert len({batch["digest"] for batch in report["batches"]}) == 1
+    monkeypatch.setattr(CapturedPasses, "decode", lambda self, batch: flipped(Passes.decode(self, batch)))
+    status, out, _ = command("check", "--max-tokens", "12", "--mode", "eager", "--mode", "masked")
+    assert status == 1
+    assert "different modes" in out
+
+
+def flipped(output):
+    return replace(output, logits=-output.logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--mode", "fast"], "mode must be one of eager, graphs, compact, masked, got 'fast'"),
+        (["--mode", "compact", "--graphs", "on"], "leave out --graphs"),
+        (["--mode", "compact", "--context-graph", "off"], "leave out --context-graph"),
+    ],
+)
+def test_modes_that_cannot_be(command, arguments, part):
+    status, out, err = command("check", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert part in err
+
+
+def test_progress_lines_without_a_terminal(command, monkeypatch):
+    monkeypatch.setattr(bench_options, "PROGRESS_LINE_S", 0.0)
+    status, _, err = command("check", "--max-tokens", "4", "--batch-size", "2")
+    assert status == 0
+    assert err == "Checking: 2 of 3\nChecking: 3 of 3\n"
+    _, _, err = command("check", "--temperature", "3", "--samples", "60", "--limit", "1", "--mode", "compact")
+    assert err == "Sampling compact: 32 of 60\nSampling compact: 60 of 60\n"
+
+
 def test_distribution_command(command, monkeypatch):
     arguments = ["check", "--temperature", "3", "--samples", "400", "--batch-size", "16", "--limit", "1"]
     status, out, err = command(*arguments)
@@ -302,6 +404,8 @@ def test_distribution_command(command, monkeypatch):
     report = json.loads(command(*arguments, "--json")[1])
     assert report["passed"]
     assert [test["place"] for test in report["tests"]] == [1, 2, 3]
+    assert all(test["num_samples"] == 400 for test in report["tests"])
+    assert report["speculation"]["num_speculative_tokens"] == 2
     assert all(test["p_value"] is None or 0 < test["p_value"] <= 1 for test in report["tests"])
     monkeypatch.setattr(speculative, "exact_match", wrong_at(1))
     status, out, err = command(*arguments)

@@ -27,8 +27,8 @@ from sparkgap.bench.latency import (
 )
 from sparkgap.bench.prompts import BenchPrompt, EncodedPrompt
 from sparkgap.catalog.checkpoint import open_checkpoint
-from sparkgap.cli import main
-from sparkgap.errors import ConfigError
+from sparkgap.cli import bench_options, latency, main
+from sparkgap.errors import ConfigError, EngineError
 from sparkgap.ops import NativeKernels, TorchKernels
 from sparkgap.rounds import speculative
 from tests.bench.test_bench import wrong_at
@@ -41,6 +41,11 @@ SETTINGS = {"dtype": "float32", "threads": 1, "device": "cpu"}
 def pair(tmp_path_factory):
     model, drafter = write_looping_pair(tmp_path_factory.mktemp("latency"))
     return str(model), str(drafter)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch):
+    monkeypatch.setattr(bench_options, "PROGRESS_LINE_S", 1e9)
 
 
 @pytest.fixture
@@ -128,9 +133,9 @@ def turn(prompt, repeat, bandwidth=1e9, **columns):
 
 def test_figures():
     turns = [
-        turn("x", 0, 2e9, plain=Generation([1, 2, 3], 10, 30), speculative=Generation([1, 2, 3], 12, 20, 2, 3)),
-        turn("x", 1, 4e9, plain=Generation([1, 2, 3], 20, 60), speculative=Generation([1, 2, 3], 10, 20, 2, 1)),
-        turn("x", 2, 1e9, plain=Generation([1, 2, 3], 40, 50), speculative=Generation([1, 2, 9], 20, 50, 1, 1)),
+        turn("x", 0, 2e9, plain=Generation([1, 2, 3], 10, 30), speculative=Generation([1, 2, 3], 12, 20, 2, 3, 10)),
+        turn("x", 1, 4e9, plain=Generation([1, 2, 3], 20, 60), speculative=Generation([1, 2, 3], 10, 20, 2, 1, 10)),
+        turn("x", 2, 1e9, plain=Generation([1, 2, 3], 40, 50), speculative=Generation([1, 2, 9], 20, 50, 1, 1, 4)),
     ]
     summaries = summarize(turns, 8_000_000)
     plain, other = summaries["plain"], summaries["speculative"]
@@ -143,6 +148,11 @@ def test_figures():
     assert (floors.median, floors.lowest, floors.highest) == pytest.approx((2.5, 0.625, 10))
     assert other.times_floor is None
     assert (other.draft_rounds, other.accepted_per_round, plain.accepted_per_round) == (5, 1.0, None)
+    assert (plain.per_request, plain.acceptance_rate) == (None, None)
+    assert other.per_request == pytest.approx(
+        {"draft_rounds": 5 / 3, "draft_tokens": 8, "accepted_draft_tokens": 5 / 3}
+    )
+    assert other.acceptance_rate == pytest.approx((0.3 + 0.1 + 0.25) / 3)
     speedup = other.speedup_over["plain"]
     assert (speedup.ttft.lowest, speedup.ttft.median, speedup.ttft.highest) == pytest.approx((10 / 12, 2, 2))
     assert (speedup.tpot.lowest, speedup.tpot.median, speedup.tpot.highest) == pytest.approx((1 / 3, 2.5, 4))
@@ -153,6 +163,8 @@ def test_figures():
     assert identical(summaries) is False
     assert identical(summarize(turns[:2], 1)) is True
     assert identical({"plain": plain}) is None
+    assert identical({"plain": plain, "a": plain, "b": other}, ["a", "b"]) is False
+    assert identical({"plain": plain, "a": plain, "b": other}, ["a"]) is True
     floor = floor_of(turns, 8_000_000)
     assert (floor.tpot_ms, floor.read_bytes_per_s.median) == pytest.approx((4, 2e9))
 
@@ -254,9 +266,8 @@ def test_transformers_peer_is_greedy_past_the_end_of_sequence(pair, tmp_path):
     # The same weights, with a token of the answer as end of sequence.
     directory = tmp_path / "ending"
     shutil.copytree(pair[0], directory)
-    for name in ("config.json", "generation_config.json"):
-        settings = json.loads((directory / name).read_text())
-        (directory / name).write_text(json.dumps(settings | {"eos_token_id": expected[2]}))
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | {"eos_token_id": expected[2]}))
     assert len(stock(directory)) <= 3
     peer = peers.load_peer("transformers", open_checkpoint(str(directory)), threads=1, max_tokens=128)
     generation = peer.generate([104, 105], 12)
@@ -370,6 +381,92 @@ def test_command(command, monkeypatch):
     assert "DIFFERENT" in out
 
 
+@pytest.mark.parametrize("arguments", [[], ["--mode", "eager", "--mode", "compact"]])
+def test_matrix(command, monkeypatch, arguments):
+    monkeypatch.setattr(latency, "_PHASE_REPEATS", 2)
+    modes = arguments[1::2] or list(latency.MATRIX_MODES)
+    status, out, err = command(
+        "--matrix", "--max-tokens", "20", "--repeats", "1", "--prompt-tokens", "60", "--json", *arguments, prompts=False
+    )
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report["columns"]) == ["plain", *modes]
+    assert report["identical"] is True
+    assert (report["warmups"], report["phase_context_tokens"]) == (2, 60)
+    plain, *others = report["columns"].values()
+    assert set(plain["phases_ms"]) == {"decode", "round"}
+    for mode, column in zip(modes, others, strict=True):
+        assert set(column["phases_ms"]) == {"decode", "verify", "draft", "context", "round"}
+        assert all(0 < phase["lowest"] <= phase["median"] for phase in column["phases_ms"].values())
+        assert column["per_request"]["draft_tokens"] == 5 * column["per_request"]["draft_rounds"]
+        assert column["acceptance_rate"] > 0
+        counts = column["graph_counts"]
+        assert counts["captures_since_startup"] == 0
+        assert (counts["captures_at_startup"] > 0) == (mode != "eager")
+        assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked"))
+
+
+def test_matrix_in_markdown(command, monkeypatch):
+    monkeypatch.setattr(latency, "_PHASE_REPEATS", 1)
+    arguments = ["--matrix", "--max-tokens", "8", "--repeats", "1", "--warmups", "0", "--mode", "masked"]
+    status, out, err = command(*arguments, "--markdown")
+    assert (status, err) == (0, "")
+    tables = [block.splitlines() for block in out.split("\n\n") if block.startswith("|")]
+    assert [table[0].count("|") for table in tables] == [4, 4, 4, 5]
+    for table in tables:
+        assert table[1].startswith("| --- | ---: |")
+        assert len({line.count("|") for line in table}) == 1
+    labels = [line.split("|")[1].strip() for table in tables for line in table]
+    for label in (
+        "TTFT, ms", "accepted draft tokens / request", "draft tokens / request", "draft rounds / request",
+        "accepted / round", "acceptance rate", "verification pass", "whole round, ms", "masked / plain",
+    ):  # fmt: skip
+        assert label in labels
+    status, out, _ = command(*arguments)
+    assert status == 0
+    assert "…" not in out
+
+
+def test_matrix_without_a_drafter(command):
+    for arguments, part in (([], "--draft DIR"), (["--no-speculation"], "leave out --no-speculation")):
+        status, out, err = command("--matrix", *arguments, drafter=None)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert part in err
+
+
+def test_matrix_asks_for_the_seeds_prompt(command):
+    status, out, err = command("--matrix", prompts=False)
+    assert (status, out) == (2, "")
+    assert "prompt 1868 tokens has 1868 tokens" in err
+
+
+def test_phases_without_room_are_left_out(command):
+    arguments = ["--matrix", "--mode", "masked", "--max-tokens", "3", "--repeats", "1", "--warmups", "0"]
+    status, out, _ = command(*arguments, "--prompt-tokens", "125", "--json", prompts=False)
+    report = json.loads(out)
+    assert (status, report["identical"]) == (0, True)
+    assert "phases_ms" not in report["columns"]["masked"]
+    assert any("no room for a round after 125 tokens" in note for note in report["notes"])
+
+
+def test_phases_need_room_and_quiet(pair):
+    llm = LLM(pair[0], speculative_config={"model": pair[1]}, **SETTINGS)
+    free = llm._engine.scheduler.blocks.num_free_blocks
+    for context in (1, 60, 122):
+        assert min(llm.time_phases(context, 3).values()) > 0
+    with pytest.raises(ConfigError, match="no room for a round after 123 tokens"):
+        llm.time_phases(123, 1)
+    assert llm._engine.scheduler.blocks.num_free_blocks == free
+    expected = llm.generate("hello", SamplingParams(temperature=0, max_tokens=20))[0].outputs
+    stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=20))
+    next(stream)
+    with pytest.raises(EngineError, match="no request is running"):
+        llm.time_phases(10, 1)
+    stream.close()
+    llm.time_phases(10, 1)
+    assert llm.generate("hello", SamplingParams(temperature=0, max_tokens=20))[0].outputs == expected
+
+
 def test_command_without_a_drafter(command):
     arguments = ["--max-tokens", "4", "--repeats", "1", "--json", "--prompt-tokens", "30"]
     for more, reason in (([], "no drafter was named"), (["--no-speculation"], "--no-speculation")):
@@ -394,6 +491,10 @@ def test_command_without_a_drafter(command):
         (["--peer", "vllm"], "peer must be one of transformers, llama.cpp, got 'vllm'"),
         (["--also-dtype", "int3"], "dtype"),
         (["--limit", "0"], "limit must be at least 1"),
+        (["--mode", "compact"], "--mode chooses columns of --matrix"),
+        (["--matrix", "--mode", "fast"], "mode must be one of eager, graphs, compact, masked, got 'fast'"),
+        (["--matrix", "--graphs", "on"], "leave out --graphs"),
+        (["--markdown", "--json"], "contradict"),
     ],
 )
 def test_bad_input(command, arguments, part):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.tiny_model import CONTEXT, VOCAB_SIZE, write_tiny_model
+from tests.tiny_model import CONTEXT, VOCAB_SIZE, write_tiny_model
 
 
 def truncate_weights(model: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_whole_answer(sparkgap: Callable[..., Any], model: str) -> None:
     report = json.loads(sparkgap(*greedy, "--json").out)
     assert len(report["token_ids"]) == 12
     assert report["finish_reason"] == "length"
-    assert report["usage"] == {"prompt_tokens": len("[user]hi[assistant]"), "completion_tokens": 12}
+    assert report["usage"] == {"prompt_tokens": len("user: hi" + "assistant:") + 3, "completion_tokens": 12}
     assert sparkgap(*greedy).out == report["text"] + "\n"
     assert sparkgap(*greedy, "--no-stream").out == report["text"] + "\n"
     several = json.loads(sparkgap(*greedy, "--json", "-n", "3", "--temperature", "1", "--logprobs", "2").out)

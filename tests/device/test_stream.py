@@ -126,7 +126,9 @@ def test_what_a_program_uses_lives_as_long_as_it_and_no_longer() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "_native.stop_streams()", "del stream", "os.kill(os.getpid(), 15)"])
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(3)", "_native.stop_streams()", "del stream", "os.kill(os.getpid(), 15)"]
+)
 def test_the_interpreter_ends_in_the_middle(ending: str) -> None:
     code = f"""
 import os, sys

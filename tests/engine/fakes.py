@@ -33,6 +33,8 @@ def next_token(tokens):
 class FakeRunner:
     """Computes nothing, but keeps a KV cache of token ids, and checks that each sequence finds its own in it.
 
+    An entry stands for its token and all before it, as KV does. Where drafts are rejected lies garbage.
+
     Args:
         script: tokens by number of output tokens, for every sequence; None lets `next_token` decide.
         draft: draft tokens a round; all but the last few are accepted, in turn.
@@ -73,6 +75,7 @@ class FakeRunner:
             tokens = self._tokens(sequence, accepted + 1)
             known = sequence.token_ids(0, sequence.num_tokens) + [t.token_id for t in tokens[:-1]]
             self._write(sequence, known, sequence.num_computed_tokens)
+            self._reject(sequence, len(known), len(known) + self.draft - accepted)
             self._may_fail("decode", sequence)
             sequence.num_computed_tokens += accepted + 1
             reason = None if accepted or not self.draft else "unlucky"
@@ -98,15 +101,27 @@ class FakeRunner:
         return new
 
     def _write(self, sequence, tokens, start):
-        table = sequence.block_table
-        for position, token in enumerate(tokens):
-            if position // self.block_size >= len(table):
+        for position in range(len(tokens)):
+            slot = self._slot(sequence, position)
+            if slot is None:
                 # Only what lies beyond max_model_len may have no block; the engine drops those tokens.
                 break
-            slot = table[position // self.block_size] * self.block_size + position % self.block_size
+            entry = tuple(tokens[: position + 1])
             if position >= start:
-                self.cache[slot] = (sequence.sequence_id, position, token)
-            assert self.cache[slot] == (sequence.sequence_id, position, token)
+                self.cache[slot] = entry
+            assert self.cache[slot] == entry
+
+    def _reject(self, sequence, start, end):
+        for position in range(start, end):
+            slot = self._slot(sequence, position)
+            if slot is not None:
+                self.cache[slot] = "rejected"
+
+    def _slot(self, sequence, position):
+        table = sequence.block_table
+        if position // self.block_size >= len(table):
+            return None
+        return table[position // self.block_size] * self.block_size + position % self.block_size
 
 
 def make_engine(*, blocks=64, block_size=4, max_model_len=64, script=None, draft=0, fail=None, eos=(EOS,), **settings):
@@ -134,6 +149,9 @@ def assert_idle(engine):
     scheduler = engine.scheduler
     assert scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    assert engine.stats.num_used_blocks == engine.stats.num_requests == engine.stats.num_queued_requests == 0
+    assert not engine._prefixes._chains
+    assert not engine._deadlines
     assert not engine._owners
     assert not engine._requests
 

@@ -333,7 +333,7 @@ def interrupt_at(line_number, call):
 
     def trace(frame, event, argument):
         nonlocal remaining
-        if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py", "fakes.py")):
+        if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py", "prefix.py", "fakes.py")):
             return None
         if event == "line":
             remaining -= 1

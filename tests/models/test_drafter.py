@@ -77,7 +77,7 @@ class Rounds:
         for cache in self.caches:
             cache.keys.fill_(torch.nan)
             cache.values.fill_(torch.nan)
-        width = HIDDEN * len(self.drafter.config.target_layer_ids)
+        width = HIDDEN * len(self.drafter.target_layer_ids)
         self.captured = [torch.empty(0, width) for _ in self.starts]
         for sequence, start in enumerate(self.starts):
             self.extend(sequence, self.new_rows(start), start)
@@ -251,11 +251,6 @@ def test_picked_tokens_condition_the_next(kind: str, from_anchor: bool, draft_vo
         torch.testing.assert_close(proposal.draft_logits[sequence], final, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(proposal.confidences[sequence], confidences, atol=TOLERANCE, rtol=0)
         assert proposal.token_ids[sequence].tolist() == ids
-        spread = drafter.to_target_vocabulary(proposal.draft_logits[sequence])
-        assert spread.shape == (tokens, VOCAB)
-        picked = spread[torch.arange(tokens), torch.tensor(ids)]
-        torch.testing.assert_close(picked, proposal.draft_logits[sequence][torch.arange(tokens), chosen[:, sequence]])
-        assert int(torch.isfinite(spread).sum()) == tokens * draft_vocab
 
 
 def test_picking_the_largest_is_the_chain() -> None:
@@ -308,7 +303,6 @@ def test_sizes() -> None:
     drafter = load(settings, tensors)
     counted = sum(tensor.numel() for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
     assert drafter.num_parameters == counted
-    assert drafter.context_bytes_per_position() == 2 * 2 * 2 * 16 * 4
     assert drafter.max_context_length == 96
 
 
@@ -402,7 +396,7 @@ def test_captured_layers_are_hugging_faces_hidden_states() -> None:
     places, cpu = torch.arange(11), torch.device("cpu")
     rows = AttentionRows(places, torch.tensor([0, 11], dtype=torch.int32), table, 11, 11)
     target_caches = allocate_caches(5, 1, 8, BLOCKS_PER_SEQUENCE, BLOCK, torch.float32, cpu)
-    result = target.forward(ForwardBatch(token_ids, places, rows), target_caches, drafter.config.target_layer_ids)
+    result = target.forward(ForwardBatch(token_ids, places, rows), target_caches, drafter.target_layer_ids)
     assert result.captured is not None
     caches = allocate_caches(2, 2, 16, BLOCKS_PER_SEQUENCE, BLOCK, torch.float32, cpu)
     drafter.context_update(result.captured, places, places, caches)

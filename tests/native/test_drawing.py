@@ -40,8 +40,15 @@ def assert_drawn_from(logits: torch.Tensor, params: SamplingParams, key: tuple[i
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(params=PARAMS, vocab=st.sampled_from([1, 2, 15, 16, 17, 300, 5000]), seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 0.5, 4.0, 60.0]))
-def test_as_the_reference(make: Make, variant: str, params: SamplingParams, vocab: int, seed: int, spread: float) -> None:
+@given(
+    params=PARAMS,
+    vocab=st.sampled_from([1, 2, 15, 16, 17, 300, 5000]),
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 0.5, 4.0, 60.0]),
+)
+def test_as_the_reference(
+    make: Make, variant: str, params: SamplingParams, vocab: int, seed: int, spread: float
+) -> None:
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     logits[1, : vocab // 2] = -torch.inf
     keys = [(seed * 7919 + row, row * 1000 + seed % 5) for row in range(3)]
@@ -71,7 +78,9 @@ def test_exact_cases(make: Make, variant: str) -> None:
 
 def test_variants_threads_and_neighbours_do_not_show(make: Make, variant: str) -> None:
     logits = torch.randn(9, 3001, generator=torch.Generator().manual_seed(1)) * 3
-    params = [SamplingParams(temperature=0.3 * row, top_p=0.9 if row % 2 else 1.0, top_k=50 * (row % 3)) for row in range(9)]
+    params = [
+        SamplingParams(temperature=0.3 * row, top_p=0.9 if row % 2 else 1.0, top_k=50 * (row % 3)) for row in range(9)
+    ]
     keys = [(2**63 + row, 10 * row) for row in range(9)]
     expected = DeviceDraw(make("portable", 1))(logits, params, keys)
     for threads in (1, 2, 4):

@@ -175,7 +175,10 @@ def test_a_row_without_its_block_and_a_missing_source_are_faults() -> None:
     with pytest.raises(IndexError, match="state between rounds"):
         run(kernels, values, 2, 3)
     values = random_round(1, 3, 1)
-    values["positions"], values["num_blocks"] = torch.tensor([MAX_LENGTH]), torch.tensor([MAX_BLOCKS], dtype=torch.int32)
+    values["positions"], values["num_blocks"] = (
+        torch.tensor([MAX_LENGTH]),
+        torch.tensor([MAX_BLOCKS], dtype=torch.int32),
+    )
     with pytest.raises(IndexError, match="position"):
         run(kernels, values, 1, 3)
 

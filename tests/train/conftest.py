@@ -16,7 +16,7 @@ from sparkgap.train.config import (
     TrainConfig,
 )
 from sparkgap.train.progress import Progress
-from tests.cli.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def one_thread():
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(
-        tmp_path_factory.mktemp("target") / "tiny", num_hidden_layers=2, max_position_embeddings=128
+        tmp_path_factory.mktemp("target") / "tiny", std=0.3, num_hidden_layers=2, max_position_embeddings=128
     )
 
 

@@ -1,5 +1,6 @@
 """Stage 1: what is sampled, what is dropped, and what a prompts file adds."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from sparkgap.catalog.checkpoint import open_checkpoint
 from sparkgap.errors import ConfigError
 from sparkgap.models.loading import load_target
-from sparkgap.train.conversations import file_turns, read_prompts
+from sparkgap.train.conversations import file_turns, plain_encoding, read_prompts
 from sparkgap.train.features import Examples, write_shard
 from sparkgap.train.generation import Conversation, ConversationSampler, LaneKernels
+from sparkgap.train.openers import opener
 from sparkgap.train.template import turn_template
 
 
@@ -28,7 +30,9 @@ def target(checkpoint):
 
 def sample(target, checkpoint, config, seed="seed", turns=None):
     with torch.inference_mode():
-        sampler = ConversationSampler(target, turn_template(checkpoint), config, (0,), 4)
+        sampler = ConversationSampler(
+            target, turn_template(checkpoint), config, (0,), 4, plain_encoding(checkpoint.tokenizer)
+        )
         return sampler.shard(seed, None if turns is None else iter(turns))
 
 
@@ -53,6 +57,22 @@ def test_greedy_answers_are_the_most_probable_tokens(settings, target, checkpoin
     for conversation in sample(target, checkpoint, settings().conversation):
         start = conversation.answer_start
         assert conversation.token_ids[start:] == conversation.top_ids[start - 1 :, 0].tolist()
+
+
+def test_openers_begin_user_turns(settings, target, checkpoint):
+    opened = settings(conversation={"shard_conversations": 9, "opener_share": 1.0}).conversation
+    empty = settings(conversation={"shard_conversations": 9, "opener_share": 0.0}).conversation
+    openers = {checkpoint.tokenizer.encode(opener(random.Random(n)), add_special_tokens=False)[0] for n in range(2000)}
+    first = len(turn_template(checkpoint).opening)
+    assert {c.token_ids[first] for c in sample(target, checkpoint, opened)} <= openers
+    assert not {c.token_ids[first] for c in sample(target, checkpoint, empty)} <= openers
+
+
+def test_openers_are_many_and_repeatable():
+    texts = {opener(random.Random(n)) for n in range(1000)}
+    assert len(texts) > 400
+    assert opener(random.Random(3)) == opener(random.Random(3))
+    assert not any("{" in text or not text.strip() for text in texts)
 
 
 def test_user_turns_are_different(settings, target, checkpoint):

@@ -17,7 +17,7 @@ from sparkgap.train.config import NetworkConfig, TrainConfig
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.network import AnchorBatch
 from sparkgap.train.run import build_network
-from tests.cli.tiny_model import CONFIG
+from tests.tiny_model import CONFIG
 
 
 @pytest.fixture
@@ -40,7 +40,10 @@ def random_network(target, method, layers, kv_heads):
     rows = torch.zeros(CONFIG["vocab_size"], dtype=torch.int64)
     rows[5:200] = torch.arange(1, 196)
     config = TrainConfig("tiny", target_out(), network=NetworkConfig(method, layers, 4, 90, 3, num_kv_heads=kv_heads))
-    network = build_network(config, target, target.embedding[ids], DraftVocabulary(ids, draft_ids, 1.0), rows, 7)
+    # Powers of two, so that folding them into `fc` rounds nothing.
+    scale = 2.0 ** torch.randint(-3, 4, (target.config.hidden_size,), generator=generator)
+    vocabulary = DraftVocabulary(ids, draft_ids, 1.0)
+    network = build_network(config, target, target.embedding[ids], vocabulary, scale, rows, 7)
     with torch.no_grad():
         for parameter in network.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -50,7 +53,7 @@ def random_network(target, method, layers, kv_heads):
         if network.shape.markov_rank:
             network.markov_w1[0] = 0
         network.head.copy_(network.head.bfloat16())
-    return network, DraftVocabulary(ids, draft_ids, 1.0)
+    return network, vocabulary
 
 
 def target_out():
@@ -75,10 +78,10 @@ def test_exported_network_serves_the_trained_function(target, tmp_path, method, 
     lengths = [9, 5]
     taps = [torch.randn(length, target.config.hidden_size, generator=generator) for length in lengths]
     anchors = [torch.tensor([1, 4, 8]), torch.tensor([2, 4])]
-    anchor_tokens = torch.randint(0, 260, (5,), generator=generator)
+    anchor_tokens = torch.randint(0, 264, (5,), generator=generator)
     batch = AnchorBatch(torch.cat(taps), lengths, anchors, anchor_tokens, tokens + lead)
     hidden = network(batch).view(5, tokens, -1)
-    previous = torch.randint(0, 260, (5, tokens), generator=generator)
+    previous = torch.randint(0, 264, (5, tokens), generator=generator)
     markov = network.markov_states(previous.flatten()).view(5, tokens, -1)
     trained = hidden @ network.head.T + markov @ network.markov_output().T
 
@@ -145,6 +148,7 @@ def test_target_pass_gives_the_taps_that_training_reads(target, tiny_target):
     from sparkgap.catalog.checkpoint import open_checkpoint
     from sparkgap.ops.kernels import AttentionRows
     from sparkgap.train.config import ConversationConfig
+    from sparkgap.train.conversations import plain_encoding
     from sparkgap.train.generation import ConversationSampler, LaneKernels
     from sparkgap.train.template import turn_template
 
@@ -156,11 +160,14 @@ def test_target_pass_gives_the_taps_that_training_reads(target, tiny_target):
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
+    encode = plain_encoding(checkpoint.tokenizer)
     config = ConversationConfig(
         lanes=3, shard_conversations=5, max_positions=64, max_user_tokens=12, min_answer_tokens=4
     )
     with torch.inference_mode():
-        conversations = ConversationSampler(lanes, turn_template(checkpoint), config, (0,), 5).shard("seed", None)
+        conversations = ConversationSampler(lanes, turn_template(checkpoint), config, (0,), 5, encode).shard(
+            "seed", None
+        )
         assert conversations
         for conversation in conversations:
             ids = torch.tensor(conversation.token_ids[:-1])

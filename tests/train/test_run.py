@@ -35,9 +35,9 @@ def assert_same(first, second):
 @pytest.mark.parametrize("method", ["dspark", "dflash"])
 def test_training_raises_acceptance_of_the_served_drafter(settings, quiet, method):
     sampling = {"answer_tokens": 1000, "lanes": 8, "shard_conversations": 16, "max_positions": 64}
-    network = {"method": method, "draft_vocab_size": 260}
+    network = {"method": method, "draft_vocab_size": 264}
     optimization = {
-        "steps": 50, "anchors_per_step": 48, "held_out_conversations": 8, "evaluation_interval": 50,
+        "steps": 100, "anchors_per_step": 48, "held_out_conversations": 8, "evaluation_interval": 100,
         "checkpoint_interval_s": 1e3, "warmup_steps": 5,
     }  # fmt: skip
     config = settings(conversation=sampling, network=network, optimization=optimization)

@@ -7,6 +7,7 @@ engine that has no drafter.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from sparkgap.api import LLM
 from sparkgap.bench.prompts import EncodedPrompt, batches
@@ -76,6 +77,8 @@ class BatchCheck:
         draft_rounds, draft_tokens, accepted_draft_tokens: of the runs with speculation.
         not_speculated: plain rounds of the runs with speculation, by reason.
         differences: one for each prompt that differs.
+        digest: SHA-256 of all token ids of the runs without speculation; two checks of the same prompts with equal
+            digests compared the same tokens.
     """
 
     batch_size: int
@@ -86,6 +89,7 @@ class BatchCheck:
     accepted_draft_tokens: int
     not_speculated: dict[str, int] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
+    digest: str = ""
 
 
 def check_greedy(
@@ -110,13 +114,15 @@ def check_greedy(
         EngineError: computing failed.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    num_tokens = 0
+    num_tokens, digest = 0, sha256()
     metrics: list[RequestMetrics] = []
     differences: list[Difference] = []
     for group in batches(prompts, batch_size):
         plain = _complete(llm, group, replace(params, speculation=False))
         speculative = _complete(llm, group, params)
-        num_tokens += sum(len(_completion(output).token_ids) for output in plain)
+        for output in plain:
+            num_tokens += len(_completion(output).token_ids)
+            digest.update(repr(_completion(output).token_ids).encode())
         metrics += [output.metrics for output in speculative if output.metrics is not None]
         differences += _differences(llm, group, params, batch_size, plain, speculative)
         advance(len(group))
@@ -136,6 +142,7 @@ def check_greedy(
         accepted_draft_tokens=sum(request.accepted_draft_tokens for request in metrics),
         not_speculated=dict(not_speculated),
         differences=differences,
+        digest=digest.hexdigest(),
     )
 
 

@@ -23,6 +23,13 @@ SPECULATIVE = "speculative"
 _SETTLE_S = 0.05
 """Pause between two answers: threads of the one before spin on their cores for a while before they sleep."""
 
+_PHASE_SETTLE_S = 0.005
+
+PHASE_WARMUPS = 3
+"""Times that phases are run before they are measured."""
+
+_DRAFT_COUNTS = ("draft_rounds", "draft_tokens", "accepted_draft_tokens")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -32,7 +39,7 @@ class Generation:
         token_ids: output tokens, at least two.
         ttft_ms: time to the first of them.
         latency_ms: time to the last.
-        draft_rounds, accepted_draft_tokens: of speculation.
+        draft_rounds, accepted_draft_tokens, draft_tokens: of speculation.
     """
 
     token_ids: list[int]
@@ -40,6 +47,7 @@ class Generation:
     latency_ms: float
     draft_rounds: int = 0
     accepted_draft_tokens: int = 0
+    draft_tokens: int = 0
 
     @property
     def tpot_ms(self) -> float:
@@ -85,8 +93,8 @@ class EngineColumn:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """dtype, quantization, instruction set and drafter."""
-        names = ("dtype", "quantization", "instruction_set", "speculation")
+        """dtype, quantization, instruction set, drafter and captured graphs."""
+        names = ("dtype", "quantization", "instruction_set", "speculation", "graphs")
         return {name: self.info[name] for name in names}
 
     def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
@@ -102,7 +110,17 @@ class EngineColumn:
             metrics.latency_ms,
             metrics.draft_rounds,
             metrics.accepted_draft_tokens,
+            metrics.draft_tokens,
         )
+
+    @property
+    def graph_counts(self) -> dict[str, Any]:
+        """Captures and replays since the model was loaded, as `LLM.graph_counts`."""
+        return self._llm.graph_counts()
+
+    def time_phases(self, context_tokens: int, accepted_rows: int) -> dict[str, float]:
+        """See `LLM.time_phases`."""
+        return self._llm.time_phases(context_tokens, accepted_rows)
 
 
 @dataclass(frozen=True)
@@ -203,6 +221,9 @@ class ColumnSummary:
         ttft_ms, tpot_ms, latency_ms, output_tokens_per_s: over its answers.
         draft_rounds: of all answers.
         accepted_per_round: accepted draft tokens / draft rounds; None without any.
+        per_request: mean numbers of `draft_rounds`, `draft_tokens` and `accepted_draft_tokens` of an answer; None
+            without any.
+        acceptance_rate: mean over answers of accepted / verified draft tokens; None without any.
         answers, same_answers: how many there are, and how many have the tokens of plain decoding's first answer to
             the prompt.
         same_leading_tokens: tokens of an answer before the first that differs from those.
@@ -216,6 +237,8 @@ class ColumnSummary:
     output_tokens_per_s: Spread
     draft_rounds: int
     accepted_per_round: float | None
+    per_request: dict[str, float] | None
+    acceptance_rate: float | None
     answers: int
     same_answers: int
     same_leading_tokens: Spread
@@ -269,6 +292,14 @@ def _summary(
         output_tokens_per_s=Spread.of(answer.output_tokens_per_s for answer in answers),
         draft_rounds=rounds,
         accepted_per_round=sum(answer.accepted_draft_tokens for answer in answers) / rounds if rounds else None,
+        per_request={name: statistics.fmean(getattr(answer, name) for answer in answers) for name in _DRAFT_COUNTS}
+        if rounds
+        else None,
+        acceptance_rate=statistics.fmean(
+            answer.accepted_draft_tokens / answer.draft_tokens for answer in answers if answer.draft_tokens
+        )
+        if any(answer.draft_tokens for answer in answers)
+        else None,
         answers=len(answers),
         same_answers=differences.count(None),
         same_leading_tokens=Spread.of(
@@ -291,11 +322,39 @@ def _speedup(turns: Sequence[Turn], name: str, other: str) -> Speedup:
     )
 
 
-def identical(summaries: dict[str, ColumnSummary]) -> bool | None:
-    """Whether speculation gave the tokens of plain decoding in all answers; None without speculation."""
-    if SPECULATIVE not in summaries:
+def identical(summaries: dict[str, ColumnSummary], speculative: Sequence[str] = (SPECULATIVE,)) -> bool | None:
+    """Whether `speculative` columns gave the tokens of plain decoding in all answers; None without any of them."""
+    present = [name for name in speculative if name in summaries]
+    if not present:
         return None
-    return all(summaries[name].same_answers == summaries[name].answers for name in (PLAIN, SPECULATIVE))
+    return all(summaries[name].same_answers == summaries[name].answers for name in (PLAIN, *present))
+
+
+def measure_phases(
+    columns: Sequence[EngineColumn],
+    summaries: dict[str, ColumnSummary],
+    context_tokens: int,
+    repeats: int,
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> dict[str, dict[str, Spread]]:
+    """Cost of each phase of a round, in milliseconds, by column and phase.
+
+    Columns take turns, and so do the phases of one. Context updates have as many rows as a round of the column accepted
+    on average in `summaries`, the target's own token included.
+
+    Raises:
+        ConfigError: there is no room for a round after `context_tokens` tokens.
+    """
+    times: dict[str, dict[str, list[float]]] = {column.name: {} for column in columns}
+    for repeat in range(-PHASE_WARMUPS, repeats):
+        for column in columns:
+            accepted = summaries[column.name].accepted_per_round
+            pause(_PHASE_SETTLE_S)
+            for phase, time_ms in column.time_phases(context_tokens, 1 + round(accepted or 0)).items():
+                if repeat >= 0:
+                    times[column.name].setdefault(phase, []).append(time_ms)
+    return {name: {phase: Spread.of(values) for phase, values in phases.items()} for name, phases in times.items()}
 
 
 def synthetic_prompt(llm: LLM, num_tokens: int) -> EncodedPrompt:

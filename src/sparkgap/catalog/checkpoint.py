@@ -32,6 +32,7 @@ class Checkpoint:
         bos_token_id: the beginning-of-sequence token.
         tokenizer: its tokenizer and chat template.
         size_bytes: bytes of its weight files.
+        files: its weight files.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Checkpoint:
     bos_token_id: int | None
     tokenizer: Tokenizer
     size_bytes: int
+    files: tuple[Path, ...]
 
 
 def open_checkpoint(model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None) -> Checkpoint:
@@ -82,6 +84,7 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
         bos_token_id=tokenizer.bos_token_id,
         tokenizer=tokenizer,
         size_bytes=source.size_bytes,
+        files=(path,),
     )
 
 
@@ -100,6 +103,7 @@ def _open_directory(name: str, path: Path) -> Checkpoint:
         bos_token_id=_bos_token_id(config, tokenizer),
         tokenizer=tokenizer,
         size_bytes=source.size_bytes,
+        files=tuple(source.files),
     )
 
 

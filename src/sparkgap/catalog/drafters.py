@@ -22,10 +22,10 @@ from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_spec
 from sparkgap.catalog.json_files import read_json, readable
 from sparkgap.catalog.keys import Keys
 from sparkgap.catalog.progress import ProgressReporter
-from sparkgap.catalog.resolve import resolve
+from sparkgap.catalog.resolve import resolve_drafter
 from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.weights import WeightSource
-from sparkgap.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from sparkgap.errors import CheckpointError
 
 _TRAINING_ONLY = frozenset({"verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq"})
 _DSPARK_PLACEHOLDERS = ("mask_embedding", "mask_embedding.weight")
@@ -72,11 +72,7 @@ def open_drafter(
         DownloadError: it could not be fetched.
         CheckpointError, UnsupportedModelError: as `read_drafter`.
     """
-    if not Path(model).expanduser().exists() and ":" not in model:
-        raise ModelNotFoundError(f"no drafter directory {model}; give a directory or hf:owner/name")
-    path = resolve(model, allow_download=allow_download, progress=progress)
-    if not path.is_dir():
-        raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")
+    path = resolve_drafter(model, allow_download=allow_download, progress=progress)
     with readable(path):
         return read_drafter(read_json(path / "config.json"), SafetensorsSource(path), model)
 

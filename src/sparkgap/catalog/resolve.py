@@ -8,7 +8,7 @@ from sparkgap.catalog.progress import NullProgress, ProgressReporter
 from sparkgap.catalog.registry import MODELS, HubRepository, NamedModel, WheelMember, find_model
 from sparkgap.catalog.sources import HubMissingError, fetch
 from sparkgap.catalog.store import STAMP_NAME, FetchedModel, ModelStore
-from sparkgap.errors import DownloadError, ModelNotFoundError
+from sparkgap.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
 
 _HUB_PREFIX = "hf:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -38,6 +38,25 @@ def resolve(
         if path is not None:
             return path
     return _cached(find_model(model), allow_download, progress, verify)
+
+
+def resolve_drafter(model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None) -> Path:
+    """The directory of a draft model.
+
+    Args:
+        model: a directory or `hf:owner/name`.
+        allow_download, progress: as for `resolve`.
+
+    Raises:
+        ModelNotFoundError, DownloadError: as `resolve`.
+        UnsupportedModelError: it is a file.
+    """
+    if not Path(model).expanduser().exists() and ":" not in model:
+        raise ModelNotFoundError(f"no drafter directory {model}; give a directory or hf:owner/name")
+    path = resolve(model, allow_download=allow_download, progress=progress)
+    if not path.is_dir():
+        raise UnsupportedModelError(f"drafter {model}: {path.name} is no directory with config.json and safetensors")
+    return path
 
 
 def _hub_model(model: str) -> NamedModel:
@@ -125,4 +144,4 @@ def _fetch_first(model: NamedModel, staging: Path, progress: ProgressReporter) -
     )
 
 
-__all__ = ["STAMP_NAME", "model_file", "resolve"]
+__all__ = ["STAMP_NAME", "model_file", "resolve", "resolve_drafter"]

@@ -1,5 +1,6 @@
 """Text to token ids and back, and chats to prompts."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ class Tokenizer:
             special_tokens=_special_texts(specials, directory),
             chat_template=_directory_template(directory, config),
         )
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `from_directory` and transformers read."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        config: dict[str, Any] = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     @property
     def vocab_size(self) -> int:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkgap.errors import UnsupportedModelError
+from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 
 class WeightSource(Protocol):
@@ -46,5 +46,20 @@ def read_weight(source: WeightSource, name: str) -> Tensor:
         raise UnsupportedModelError(
             f"tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantization that is not "
             "supported; use the unquantized checkpoint or a GGUF file"
+        )
+    return tensor
+
+
+def read_int8(source: WeightSource, name: str) -> Tensor:
+    """The int8 values of a quantized product.
+
+    Raises:
+        CheckpointError: no such tensor, or it is of another dtype.
+    """
+    tensor = source.get(name)
+    if tensor.dtype != torch.int8:
+        raise CheckpointError(
+            f"tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and config.json says that its "
+            "weights are int8; quantize the model again"
         )
     return tensor

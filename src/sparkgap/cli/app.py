@@ -9,6 +9,7 @@ import typer
 
 from sparkgap import __version__
 from sparkgap.cli.bench import bench_app
+from sparkgap.cli.cache import cache
 from sparkgap.cli.chat import chat
 from sparkgap.cli.check import check
 from sparkgap.cli.console import print_error, write_text
@@ -16,6 +17,7 @@ from sparkgap.cli.generate import generate
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
+from sparkgap.cli.quantize import quantize
 from sparkgap.cli.train import train
 from sparkgap.errors import OutputError, SparkgapError
 
@@ -49,7 +51,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, info, check, train)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, quantize, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.add_typer(bench_app, name="bench")

@@ -8,15 +8,17 @@ import typer
 
 from sparkgap.bench.prompts import encode_prompts
 from sparkgap.cli.bench_options import PromptOptions, check_positive, load_speculating_llm, progress_bar
+from sparkgap.cli.bench_serve import serve_load
 from sparkgap.cli.console import print_json, use_utf8_output
 from sparkgap.cli.latency import latency
 from sparkgap.cli.options import EngineOptions, with_option_groups
+from sparkgap.cli.quality import quality
 from sparkgap.config import SamplingParams
 
 if TYPE_CHECKING:
     from sparkgap.bench.acceptance import Acceptance
 
-bench_app = typer.Typer(help="Measure latency and acceptance.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure latency, acceptance, quality, and servers under load.", no_args_is_help=True)
 
 
 def acceptance(
@@ -92,3 +94,5 @@ def _number(value: float | None, form: str) -> str:
 
 bench_app.command()(with_option_groups(acceptance))
 bench_app.command()(with_option_groups(latency))
+bench_app.command()(with_option_groups(quality))
+bench_app.command("serve")(with_option_groups(serve_load))

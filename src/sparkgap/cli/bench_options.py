@@ -1,5 +1,6 @@
 """What `check` and the benches share: their prompts, and a model that speculates."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,11 +14,15 @@ from sparkgap.bench.prompts import BenchPrompt, builtin_prompts, read_prompts
 from sparkgap.cli import loading
 from sparkgap.cli.console import stderr_console
 from sparkgap.cli.options import EngineOptions
-from sparkgap.config import SpeculativeConfig
+from sparkgap.config import EXECUTION_MODES, EngineConfig, SpeculativeConfig
 from sparkgap.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
+
+
+PROGRESS_LINE_S = 5.0
+"""Least time between two lines of progress where there is no terminal to draw a bar on."""
 
 
 def _prompts(*names: str, help: str, **settings: Any) -> Any:
@@ -63,6 +68,39 @@ def check_positive(name: str, value: int) -> None:
         raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
+def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, EngineConfig]:
+    """The configuration in each of some execution modes, by their names.
+
+    Raises:
+        ConfigError: there is no such mode, or the configuration says itself how rounds are run.
+    """
+    for mode in modes:
+        if mode not in EXECUTION_MODES:
+            raise ConfigError(f"mode must be one of {', '.join(EXECUTION_MODES)}, got {mode!r}")
+    for name in sorted({name for mode in modes for name in EXECUTION_MODES[mode]}):
+        if getattr(config, name) != "auto":
+            option = name.replace("_", "-")
+            raise ConfigError(f"a mode sets {option} itself; leave out --{option}, or the modes")
+    return {mode: replace(config, **EXECUTION_MODES[mode]) for mode in modes}
+
+
+def speculating_config(engine: EngineOptions, num_seqs: int) -> EngineConfig:
+    """The configuration of a model with its drafter, which decodes at least `num_seqs` sequences together.
+
+    Raises:
+        ConfigError: speculation is switched off.
+    """
+    if engine.no_speculation:
+        raise ConfigError("--no-speculation leaves nothing to measure; leave it out")
+    config = engine.config()
+    return replace(
+        config,
+        max_num_seqs=max(config.max_num_seqs, num_seqs),
+        # Asking for speculation makes a missing drafter an error.
+        speculative_config=config.speculative_config or SpeculativeConfig(),
+    )
+
+
 def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
     """A model with its drafter, which decodes at least `num_seqs` sequences together.
 
@@ -70,17 +108,7 @@ def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
         ConfigError: speculation is switched off, or there is no drafter.
         SparkgapError: the model or the drafter cannot be had.
     """
-    if engine.no_speculation:
-        raise ConfigError("--no-speculation leaves nothing to measure; leave it out")
-    config = engine.config()
-    return loading.load_llm(
-        replace(
-            config,
-            max_num_seqs=max(config.max_num_seqs, num_seqs),
-            # Asking for speculation makes a missing drafter an error.
-            speculative_config=config.speculative_config or SpeculativeConfig(),
-        )
-    )
+    return loading.load_llm(speculating_config(engine, num_seqs))
 
 
 class Advance(Protocol):
@@ -93,13 +121,20 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error; nothing when that is not a terminal."""
+    """A bar on standard error; a line every few seconds when that is not a terminal."""
     console = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
 
+        done, told_s = 0, time.monotonic()
+
         def advance(number: int) -> None:
+            nonlocal done, told_s
             bar.advance(task, number)
+            done += number
+            if not console.is_terminal and time.monotonic() - told_s >= PROGRESS_LINE_S:
+                told_s = time.monotonic()
+                console.print(f"{description}: {done} of {total}")
 
         yield advance

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkgap import __version__
+from sparkgap.cli.cache import cached_models
 from sparkgap.cli.console import format_bytes, print_json, use_utf8_output, write_text
 from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.config import EngineConfig
@@ -34,6 +35,7 @@ def machine_facts() -> dict[str, Any]:
     import torch
 
     from sparkgap import _native
+    from sparkgap.catalog.packed_files import packed_files
     from sparkgap.catalog.store import cache_root
     from sparkgap.device.host import available_memory_bytes, usable_cores
     from sparkgap.engine.loading import resolve_device, resolve_dtype, resolve_quantization
@@ -55,20 +57,9 @@ def machine_facts() -> dict[str, Any]:
             "available_bytes": available_memory_bytes(torch.device("cpu")),
         },
         "cache_directory": str(cache_root()),
-        "models": _cached_models(),
+        "packed_weights_bytes": sum(path.stat().st_size for path in packed_files()),
+        "models": cached_models(),
     }
-
-
-def _cached_models() -> list[dict[str, Any]]:
-    from sparkgap.catalog.files import directory_bytes
-    from sparkgap.catalog.store import ModelStore
-
-    store = ModelStore()
-    return [
-        {"name": name, "path": str(path), "size_bytes": directory_bytes(path)}
-        for name in store.folders()
-        if (path := store.find(name)) is not None
-    ]
 
 
 def model_facts(model: str) -> dict[str, Any]:
@@ -124,6 +115,8 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
             table[label] = ", ".join(sizes)
         elif key == "size_bytes":
             table["size"] = format_bytes(value)
+        elif key == "packed_weights_bytes":
+            table[label] = f"{format_bytes(value)} in the cache; sparkgap cache --clear removes them"
         elif key == "kv_bytes_per_token":
             table["KV cache per token"] = f"{format_bytes(value)} (bfloat16)"
         elif isinstance(value, bool):

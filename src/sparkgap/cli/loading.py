@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 def load_llm(config: EngineConfig) -> "LLM":
-    """The model of a configuration; it is downloaded if it is not here yet.
+    """The model of a configuration; it and its drafter are downloaded if they are not here yet.
 
     Raises:
         SparkgapError: it is not found, damaged, or of a kind that is not supported.
     """
     from sparkgap.catalog.resolve import resolve
 
+    _fetch_drafter(config)
     resolve(config.model, allow_download=config.allow_download, progress=DownloadProgress())
     with status(f"loading {config.model} ..."):
         with ending_at_once():
@@ -30,3 +31,25 @@ def load_llm(config: EngineConfig) -> "LLM":
         size = format_bytes(graphs["memory_bytes"])
         print_note(f"captured {graphs['captures']} graphs in {graphs['capture_ms'] / 1000:.2f} s, {size}")
     return llm
+
+
+def num_draft_tokens(config: EngineConfig) -> int:
+    """Draft tokens a round, by the configuration or by the drafter's files, which are downloaded if need be.
+
+    Raises:
+        SparkgapError: no drafter is named, it is not found, damaged, or of a kind that is not supported.
+    """
+    _fetch_drafter(config)
+    from sparkgap.engine.speculation import find_drafter
+
+    found = find_drafter(config)
+    return 0 if found is None else found.num_speculative_tokens
+
+
+def _fetch_drafter(config: EngineConfig) -> None:
+    """What is wrong with a drafter's name shows before a target is downloaded."""
+    from sparkgap.catalog.resolve import resolve_drafter
+
+    wanted = config.speculative_config if config.speculation else None
+    if wanted is not None and wanted.model is not None:
+        resolve_drafter(wanted.model, allow_download=config.allow_download, progress=DownloadProgress())

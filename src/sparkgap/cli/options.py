@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sparkgap.config import (
+    CONTEXT_GRAPHS,
     DEFAULT_MODEL,
     DTYPES,
     GRAPHS,
@@ -122,9 +123,14 @@ class EngineOptions:
     graphs: Annotated[
         str, _engine("--graphs", help=f"Replay captured passes: {', '.join(GRAPHS)}; auto: on for the CPU.")
     ] = "auto"
+    context_graph: Annotated[
+        str, _engine("--context-graph", help=f"Context update of a round: {', '.join(CONTEXT_GRAPHS)}; auto: masked.")
+    ] = "auto"
     task_pipeline: Annotated[
         str,
-        _engine("--task-pipeline", help=f"Chain rounds on the device: {', '.join(TASK_PIPELINES)}; auto: where it can."),
+        _engine(
+            "--task-pipeline", help=f"Chain rounds on the device: {', '.join(TASK_PIPELINES)}; auto: where it can."
+        ),
     ] = "auto"
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
@@ -144,6 +150,7 @@ class EngineOptions:
             speculative_config=self._speculative_config(),
             graphs=self.graphs,
             task_pipeline=self.task_pipeline,
+            context_graph=self.context_graph,
             allow_download=not self.offline,
         )
 

@@ -67,6 +67,9 @@ def train(
     answer_temperatures: Annotated[
         str, _option(_CONVERSATIONS, help="Temperatures of answers, drawn evenly.")
     ] = "0,0,0,0.7",
+    opener_share: Annotated[
+        float, _option(_CONVERSATIONS, help="Share of the user turns whose first words are given to the target.")
+    ] = ConversationConfig.opener_share,
     lanes: Annotated[int, _option(_CONVERSATIONS, help="Conversations decoded together.")] = ConversationConfig.lanes,
     max_positions: Annotated[
         int, _option(_CONVERSATIONS, help="Longest conversation in tokens.")
@@ -117,6 +120,7 @@ def train(
             lanes=lanes,
             max_positions=max_positions,
             answer_temperatures=parse_numbers(answer_temperatures, "answer-temperatures", float),
+            opener_share=opener_share,
             prompts=prompts,
             only_prompts=only_prompts,
         ),

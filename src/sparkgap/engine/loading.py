@@ -4,16 +4,19 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import prod
+from typing import Literal, TypeAlias
 
 import torch
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
 from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.quantization import CheckpointQuantization
 from sparkgap.config import EngineConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
-from sparkgap.engine.speculation import ChosenDrafter, choose_drafter
+from sparkgap.engine.packed import kept_weights
+from sparkgap.engine.speculation import ChosenDrafter, find_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -21,9 +24,9 @@ from sparkgap.graphs.passes import Passes
 from sparkgap.models.cache import allocate_caches, cache_block_bytes
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.models.loading import check_tensors, expected_shapes, load_target
+from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
-from sparkgap.ops import Kernels, KVCache, NativeKernels, Quantization, make_kernels
+from sparkgap.ops import Kernels, KVCache, NativeKernels, make_kernels
 from sparkgap.rounds.drawing import DeviceDraw
 from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
 from sparkgap.rounds.pipeline.pipeline import Pipeline
@@ -34,6 +37,10 @@ from sparkgap.rounds.sequence import Runner
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
 
 _logger = logging.getLogger(__name__)
+
+EngineQuantization: TypeAlias = Literal["w8a8", "w8a8-static"]
+"""Quantization of a network: `w8a8` quantizes each row of activations by a scale of its own, `w8a8-static` by
+calibrated scales."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class LoadedEngine:
     target: Decoder
     caches: Seq[KVCache]
     threads: int
-    quantization: Quantization | None
+    quantization: EngineQuantization | None
     speculation: ChosenDrafter | None
     passes: Passes
     pipeline: PipelinedRunner | None
@@ -85,14 +92,18 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype)
-    quantization = resolve_quantization(config, device)
+    # What is wrong with a drafter shows here, before the target is read.
+    drafter = find_drafter(config, progress)
+    checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
+    model = ModelConfig.from_hf(checkpoint.config)
+    quantization = resolve_quantization(config, device, model.quantization, checkpoint.name)
     threads = config.threads or usable_cores()
-    kernels = make_kernels(device, dtype, quantization, threads)
+    kernels = make_kernels(device, dtype, None if quantization is None else "w8a8", threads)
     use_graphs = resolve_graphs(config, kernels)
     # The native kernels have threads of their own, which torch's must not compete with.
     torch.set_num_threads(1 if isinstance(kernels, NativeKernels) else threads)
-    checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
-    model = ModelConfig.from_hf(checkpoint.config)
+    if drafter is not None:
+        drafter.check_fits(model)
     max_model_len = resolve_max_model_len(config.max_model_len, model, checkpoint.name)
     check_tensors(model, checkpoint.weights)
     check_model_fits(
@@ -103,16 +114,19 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         max_model_len=max_model_len,
         available_bytes=available_memory_bytes(device),
     )
-    with torch.inference_mode():
-        target = load_target(
-            checkpoint.config,
+    with torch.inference_mode(), kept_weights(checkpoint, model, dtype, quantization, kernels) as prepared:
+        target = build_target(
+            model,
             checkpoint.weights,
             kernels=kernels,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
+            static_activations=quantization == "w8a8-static",
+            prepared=prepared,
         )
-        chosen = choose_drafter(config, target, dtype, max_model_len, progress)
+    with torch.inference_mode():
+        chosen = None if drafter is None else drafter.load(target, dtype, max_model_len)
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
@@ -142,7 +156,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     )
 
 
-def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
+def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: EngineQuantization | None) -> int:
     """Bytes of all weights: one an element where matrix products are quantized, `dtype`'s elsewhere."""
     total = 0
     for name, shape in expected_shapes(model).items():
@@ -186,10 +200,27 @@ def resolve_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def resolve_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
-    """The quantization of the settings."""
-    by_default = config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu"
-    return "w8a8" if by_default or config.quantization == "w8a8" else None
+def resolve_quantization(
+    config: EngineConfig, device: torch.device, stored: CheckpointQuantization | None = None, model: str = ""
+) -> EngineQuantization | None:
+    """The quantization of the settings, for a model called `model` whose weights are `stored` so.
+
+    Raises:
+        ConfigError: the model's weights do not fit the settings.
+    """
+    wanted = config.quantization
+    if stored is not None:
+        if wanted == "none":
+            raise ConfigError(f"model {model} is stored as int8 weights; use quantization auto, or its original")
+        if stored.is_static and wanted in ("auto", "w8a8-static"):
+            return "w8a8-static"
+    if wanted == "w8a8-static":
+        raise ConfigError(
+            f"quantization w8a8-static needs calibrated activation scales, and model {model} has none; make them with "
+            "`sparkgap quantize --scheme w8a8-static`, or use quantization w8a8"
+        )
+    by_default = wanted == "auto" and (stored is not None or (config.dtype == "auto" and device.type == "cpu"))
+    return "w8a8" if by_default or wanted == "w8a8" else None
 
 
 def resolve_graphs(config: EngineConfig, kernels: Kernels) -> bool:
@@ -202,6 +233,11 @@ def resolve_graphs(config: EngineConfig, kernels: Kernels) -> bool:
         raise ConfigError(
             f"graphs on needs the CPU's native kernels, and device {config.device} with dtype {config.dtype} runs on "
             "others; use graphs off, or device cpu with another dtype than float16"
+        )
+    if config.context_graph in ("compact", "masked") and not isinstance(kernels, NativeKernels):
+        raise ConfigError(
+            f"context_graph {config.context_graph} needs captured passes, and device {config.device} with dtype "
+            f"{config.dtype} has none; use context_graph off"
         )
     return config.graphs != "off" and isinstance(kernels, NativeKernels)
 
@@ -256,6 +292,7 @@ def _capture(
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
     _logger.info("%s", captured.counters.summary())
     return captured

@@ -54,7 +54,9 @@ class RequestMetrics:
             tokens.
         latency_ms: time from arrival to the last token.
         output_tokens_per_s: output tokens of all completions / latency.
+        queue_ms: time from arrival until the request got its first KV blocks; None when it never did.
         prompt_tokens: tokens of the prompt.
+        num_cached_tokens: how many of them were not computed, because their KV was there.
         completion_tokens: output tokens of all completions.
         preemptions: how often a completion gave up its KV blocks and was recomputed.
         draft_rounds: rounds that verified at least one draft token.
@@ -73,6 +75,8 @@ class RequestMetrics:
     output_tokens_per_s: float
     prompt_tokens: int
     completion_tokens: int
+    queue_ms: float | None = None
+    num_cached_tokens: int = 0
     preemptions: int = 0
     draft_rounds: int = 0
     draft_tokens: int = 0
@@ -94,6 +98,7 @@ class RequestOutput:
         outputs: completions by index; when streaming only those with something new.
         finished: whether this is the request's last output.
         metrics: of a finished request.
+        num_cached_tokens: prompt tokens that were not computed, because their KV was there.
         error: why the request failed; its completions are then what it had so far.
     """
 
@@ -103,4 +108,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
     error: EngineError | None = None

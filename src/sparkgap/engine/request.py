@@ -1,42 +1,17 @@
 """A request: its completions, its clock and its counts."""
 
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Literal
 
 from sparkgap.config import SamplingParams
 from sparkgap.engine.completion import Completion
 from sparkgap.engine.outputs import RequestMetrics, RequestOutput
+from sparkgap.engine.stats import SpeculationCounts
 from sparkgap.errors import EngineError
 from sparkgap.rounds.sequence import RoundOutput
 
 OutputKind = Literal["delta", "final"]
 """Whether a request gives an output at each step with what is new, or one at its end with everything."""
-
-
-@dataclass
-class SpeculationCounts:
-    """What speculation did for a request.
-
-    Attributes:
-        rounds: rounds with draft tokens.
-        verified, accepted: draft tokens at each place of the draft.
-        not_speculated: plain rounds of a speculating engine, by reason.
-    """
-
-    rounds: int = 0
-    verified: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    not_speculated: Counter[str] = field(default_factory=Counter)
-
-    def add(self, output: RoundOutput) -> None:
-        """Count one round of one sequence."""
-        self.rounds += output.num_draft_tokens > 0
-        self.verified.update(range(output.num_draft_tokens))
-        self.accepted.update(range(output.num_accepted_tokens))
-        if output.not_speculated is not None:
-            self.not_speculated[output.not_speculated] += 1
 
 
 class Request:
@@ -51,6 +26,7 @@ class Request:
         output_kind: when outputs are given.
         error: why the request failed.
         num_preemptions: of all completions.
+        num_cached_tokens: prompt tokens whose KV was there when the request started.
         speculation: counts over all completions.
     """
 
@@ -71,9 +47,26 @@ class Request:
         self.output_kind = output_kind
         self.error: EngineError | None = None
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self.speculation = SpeculationCounts()
         self._arrived_s = self._last_token_s = time.perf_counter()
+        self._started_s: float | None = None
         self._first_token_s: float | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a completion has been given KV blocks."""
+        return self._started_s is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a first token has come."""
+        return self._first_token_s is not None
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the request is to end, by `time.perf_counter()`; None if it may run."""
+        return None if self.params.deadline_s is None else self._arrived_s + self.params.deadline_s
 
     @property
     def finished(self) -> bool:
@@ -83,6 +76,11 @@ class Request:
     def start_clock(self) -> None:
         """The request arrives now."""
         self._arrived_s = self._last_token_s = time.perf_counter()
+
+    def start(self, num_cached_tokens: int) -> None:
+        """The first completion has got its KV blocks, with the content of so many tokens."""
+        self._started_s = time.perf_counter()
+        self.num_cached_tokens = num_cached_tokens
 
     def append(self, completion: Completion, output: RoundOutput) -> None:
         """Give a completion what a round made."""
@@ -107,6 +105,7 @@ class Request:
             outputs=outputs,
             finished=self.finished,
             metrics=self.metrics() if self.finished else None,
+            num_cached_tokens=self.num_cached_tokens,
             error=self.error,
         )
 
@@ -123,7 +122,9 @@ class Request:
             tpot_ms=None if ttft_s is None or decoded < 1 else (latency_s - ttft_s) * 1e3 / decoded,
             latency_ms=latency_s * 1e3,
             output_tokens_per_s=sum(lengths) / latency_s if latency_s else 0.0,
+            queue_ms=None if self._started_s is None else (self._started_s - self._arrived_s) * 1e3,
             prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
             completion_tokens=sum(lengths),
             preemptions=self.num_preemptions,
             draft_rounds=counts.rounds,

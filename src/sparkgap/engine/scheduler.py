@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sparkgap.engine.blocks import BlockManager
+from sparkgap.engine.pacing import PrefillPacer
+from sparkgap.engine.prefix import PrefixCache
 from sparkgap.rounds.sequence import PrefillChunk, Sequence
 
 
@@ -16,23 +18,28 @@ class Schedule:
         decodes: sequences that take a decode round.
         chunks: prompt chunks; none of a sequence in `decodes`.
         preempted: sequences that gave up their blocks and wait to be recomputed.
+        admitted: sequences that got their first blocks in this step, with the number of their tokens whose KV was
+            found in them.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
     """Keeps waiting and running sequences and their KV blocks.
 
-    A sequence is admitted when all its tokens and one round fit in the free blocks. Running sequences then grow
-    round by round; when no block is left, the one admitted last gives way.
+    A sequence is admitted when all its tokens and one round fit in the free blocks and those that hold the beginning
+    of its tokens already. Running sequences then grow round by round; when no block is left, the one admitted last
+    gives way. A sequence whose next block is being computed by another that reads the same prompt waits for it.
 
     Attributes:
         blocks: the KV blocks.
+        prefixes: finds blocks with known content.
+        pacer: says how many prompt tokens a step computes.
         max_num_seqs: most running sequences.
-        max_num_batched_tokens: most prompt tokens in one step.
         max_model_len: most positions of a sequence.
         num_lookahead_tokens: positions that one decode round may write.
         num_rounds_ahead: most rounds of a sequence that are submitted before their results are known.
@@ -41,16 +48,18 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
+        prefixes: PrefixCache,
+        pacer: PrefillPacer,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         num_lookahead_tokens: int,
         num_rounds_ahead: int = 1,
     ) -> None:
         self.blocks = blocks
+        self.prefixes = prefixes
+        self.pacer = pacer
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_lookahead_tokens = num_lookahead_tokens
         self.num_rounds_ahead = num_rounds_ahead
@@ -80,10 +89,12 @@ class Scheduler:
         """Forget a sequence, waiting or running, and take its blocks back."""
         self._take_out(sequence)
         self.blocks.free(sequence.block_table)
+        self.prefixes.forget(sequence)
 
     def retire(self, sequence: Sequence) -> None:
         """Forget a sequence that rounds in flight still write for: its blocks are kept until `free_retired`."""
         self._take_out(sequence)
+        self.prefixes.forget(sequence)
         self._retired.append(sequence)
 
     def free_retired(self, in_flight: Mapping[int, int]) -> None:
@@ -94,7 +105,10 @@ class Scheduler:
         self._retired = [sequence for sequence in self._retired if sequence.block_table]
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Let all `sequences`, which are all there are, wait to be computed from their first token."""
+        """Let all `sequences`, which are all there are, wait to be computed from their first token.
+
+        No block's content is trusted any more.
+        """
         self._running.clear()
         for sequence in self._retired:
             sequence.block_table.clear()
@@ -104,6 +118,7 @@ class Scheduler:
             sequence.block_table.clear()
             sequence.num_computed_tokens = 0
         self.blocks.reset()
+        self.prefixes.retain(self._waiting)
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence in self._running:
@@ -177,7 +192,7 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _schedule_running_chunks(self, schedule: Schedule) -> int:
-        budget = self.max_num_batched_tokens
+        budget = self.pacer.num_tokens(beside_decodes=bool(schedule.decodes))
         for sequence in self._running:
             if budget and not _is_decoding(sequence):
                 budget -= _add_chunk(schedule, sequence, budget)
@@ -186,10 +201,22 @@ class Scheduler:
     def _admit(self, schedule: Schedule, budget: int) -> None:
         while budget and self._waiting and len(self._running) < self.max_num_seqs:
             sequence = self._waiting[0]
-            if not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens + 1)):
+            found = self.prefixes.find(sequence)
+            if self.prefixes.is_underway(sequence, len(found), self._reading()):
                 return
+            self.blocks.share(sequence.block_table, found)
+            if not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens + 1)):
+                self.blocks.free(sequence.block_table)
+                return
+            self.prefixes.admit(sequence, len(found))
+            sequence.num_computed_tokens = len(found) * self.blocks.block_size
             self._running.append(self._waiting.popleft())
+            schedule.admitted.append((sequence, sequence.num_computed_tokens))
             budget -= _add_chunk(schedule, sequence, budget)
+
+    def _reading(self) -> list[Sequence]:
+        """Running sequences whose prompts are not computed yet."""
+        return [sequence for sequence in self._running if not _is_decoding(sequence)]
 
 
 def _is_decoding(sequence: Sequence) -> bool:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sparkgap import _native
+from sparkgap.graphs.context import CONTEXT_GRAPHS, ContextGraphs
 from sparkgap.graphs.counters import Family, GraphCounters
-from sparkgap.graphs.family import GraphFamily, buckets_up_to
-from sparkgap.graphs.inputs import ContextInputs, DraftInputs, TargetInputs
+from sparkgap.graphs.family import GraphFamily, buckets_up_to, next_bucket
+from sparkgap.graphs.inputs import DraftInputs, TargetInputs
 from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import DraftOutput, Proposal
@@ -30,9 +31,9 @@ class _TargetResults(NamedTuple):
 class CapturedPasses(Passes):
     """Decode passes replayed from graphs; prompt passes, and passes out of the graphs' capacity, run eagerly.
 
-    Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1; draft graphs for the block's rows;
-    context graphs for both kinds of target passes, whose hidden states they read where the target leaves them. Each
-    kind has a graph for every number of sequences in `buckets`.
+    Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1; draft graphs for the block's rows.
+    Each kind has a graph for every number of sequences in `buckets`. What context graphs there are, `context_graph`
+    says.
 
     Args:
         target, caches, draft: as `Passes`; computed by native kernels.
@@ -40,9 +41,11 @@ class CapturedPasses(Passes):
         max_sequences: most sequences decoded together.
         max_model_len: most positions of a sequence.
         sampled_drafts: whether draft logits are wanted, for drafts that are sampled.
+        context_graph: `masked` or `compact` (`graphs.context`), or `off` to update contexts eagerly.
 
     Attributes:
         buckets: numbers of sequences that there are graphs for, smallest first.
+        context_graph: as given; None without a drafter.
         counters: of captures, replays and eager passes.
     """
 
@@ -56,10 +59,12 @@ class CapturedPasses(Passes):
         max_sequences: int,
         max_model_len: int,
         sampled_drafts: bool = False,
+        context_graph: str = "masked",
     ) -> None:
         super().__init__(target, caches, draft)
         started = time.perf_counter()
         self.buckets = buckets_up_to(max_sequences)
+        self.context_graph = None if draft is None else context_graph
         self.counters = GraphCounters()
         self._executor = executor
         self._target_graphs: GraphFamily[_TargetResults] = GraphFamily("target", executor, self.counters)
@@ -70,7 +75,9 @@ class CapturedPasses(Passes):
         largest, max_blocks = self.buckets[-1], -(-max_model_len // caches[0].block_size)
         self._target_inputs = {width: TargetInputs(largest, width, max_blocks, max_model_len) for width in widths}
         self._draft_inputs = DraftInputs(largest, max_blocks)
-        self._context_inputs = ContextInputs(largest * widths[0])
+        self._context: ContextGraphs | None = None
+        if draft is not None and context_graph != "off":
+            self._context = CONTEXT_GRAPHS[context_graph](self._context_graphs, draft, largest * widths[0])
         with torch.inference_mode():
             self._capture(sampled_drafts)
         families = (self._target_graphs, self._draft_graphs, self._logits_graphs, self._context_graphs)
@@ -78,7 +85,9 @@ class CapturedPasses(Passes):
             family.close()
         input_bytes = sum(inputs.nbytes for inputs in self._target_inputs.values())
         if draft is not None:
-            input_bytes += self._draft_inputs.nbytes + self._context_inputs.nbytes
+            input_bytes += self._draft_inputs.nbytes
+        if self._context is not None:
+            input_bytes += self._context.nbytes
         self.counters.capture_ms = (time.perf_counter() - started) * 1000
         self.counters.memory_bytes = sum(family.nbytes for family in families) + input_bytes
         self._captures_at_close = executor.captures
@@ -131,51 +140,38 @@ class CapturedPasses(Passes):
 
     def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
         """See `Passes.update_context`."""
-        if output.graph_captured is None:
-            if output.eager_reason is not None:
+        if self._context is None or output.graph_captured is None:
+            if self._context is not None and output.eager_reason is not None:
                 self._count_eager("context")
             super().update_context(output, positions, slots)
-            return
-        rows = output.graph_captured.shape[0]
-        self._context_inputs.load(positions, slots, rows)
-        self._context_graphs.replay({"captured": output.graph_captured, **self._context_inputs.tensors(rows)})
+        else:
+            self._context.update(output.graph_captured, positions, slots)
 
     def _capture(self, sampled_drafts: bool) -> None:
         """Capture every graph, largest first, so that the smaller ones fit in its memory; then try the smallest."""
+        captured = []
         for bucket in reversed(self.buckets):
-            for inputs in self._target_inputs.values():
-                self._capture_target(inputs.batch(bucket))
+            captured += [self._capture_target(inputs.batch(bucket)) for inputs in self._target_inputs.values()]
             if self.drafting is not None:
                 self._capture_draft(bucket, sampled_drafts)
         # Every input says "write nothing" until it is first loaded.
         smallest = self.buckets[0]
         for inputs in self._target_inputs.values():
-            captured = self._target_graphs.replay(named_inputs(inputs.batch(smallest))).captured
-            if captured is not None:
-                tensors = self._context_inputs.tensors(captured.shape[0])
-                self._context_graphs.replay({"captured": captured, **tensors})
+            self._target_graphs.replay(named_inputs(inputs.batch(smallest)))
         if self.drafting is not None:
             self._draft_graphs.replay(self._draft_inputs.tensors(smallest))
             if sampled_drafts:
                 self._logits_graphs.replay(self._draft_inputs.tensors(smallest))
+        if self._context is not None:
+            self._context.capture([rows for rows in captured if rows is not None])
         self.counters.replays.clear()
 
-    def _capture_target(self, batch: ForwardBatch) -> None:
+    def _capture_target(self, batch: ForwardBatch) -> Tensor | None:
         def compute() -> _TargetResults:
             result = self.target.forward(batch, self.caches, self.captured_layers)
             return _TargetResults(result.hidden, self.target.logits(result.hidden), result.captured)
 
-        captured = self._target_graphs.capture(named_inputs(batch), compute).captured
-        if captured is None:
-            return
-        model, tensors = self._draft_model, self._context_inputs.tensors(captured.shape[0])
-        inputs = {"captured": captured, **tensors}
-        # N + 1 sequences of 1 row and 1 sequence of N + 1 rows may leave their rows at the same place.
-        if inputs not in self._context_graphs:
-            self._context_graphs.capture(
-                inputs,
-                lambda: model.drafter.context_update(captured, tensors["positions"], tensors["slots"], model.caches),
-            )
+        return self._target_graphs.capture(named_inputs(batch), compute).captured
 
     def _capture_draft(self, bucket: int, sampled_drafts: bool) -> None:
         tensors = self._draft_inputs.tensors(bucket)
@@ -189,7 +185,7 @@ class CapturedPasses(Passes):
 
     def _bucket(self, sequences: int) -> int | None:
         """The smallest number of sequences that a graph has and `sequences` fit in; None beyond the largest."""
-        return next((bucket for bucket in self.buckets if bucket >= sequences), None)
+        return next_bucket(self.buckets, sequences)
 
     def _count_eager(self, family: Family) -> None:
         self.counters.eager[family, TOO_MANY_SEQUENCES] += 1

@@ -1,6 +1,6 @@
 """Graphs of one family, found by what they were captured over."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -22,6 +22,23 @@ def buckets_up_to(max_sequences: int) -> tuple[int, ...]:
     """Numbers of sequences to capture for an engine that decodes at most `max_sequences` together, smallest first."""
     largest = min(max_sequences, BUCKETS[-1])
     return (*(bucket for bucket in BUCKETS if bucket < largest), largest)
+
+
+def row_buckets(max_rows: int, rows_each: int) -> tuple[int, ...]:
+    """Numbers of rows to capture for at most `max_rows` together, smallest first.
+
+    Every number up to the `rows_each` of one sequence; beyond, four for each doubling, as in `BUCKETS`.
+    """
+    buckets = list(range(1, min(rows_each, max_rows) + 1))
+    while buckets[-1] < max_rows:
+        last = buckets[-1]
+        buckets.append(min(last + max(1, 1 << last.bit_length() >> 3), max_rows))
+    return tuple(buckets)
+
+
+def next_bucket(buckets: Sequence[int], number: int) -> int | None:
+    """The smallest of `buckets`, in rising order, that holds `number`; None beyond the largest."""
+    return next((bucket for bucket in buckets if bucket >= number), None)
 
 
 class GraphFamily(Generic[Outputs]):

@@ -99,7 +99,7 @@ class DraftInputs:
 
 
 class ContextInputs:
-    """Positions and masked slots of context updates; the hidden states lie in the target graphs' results."""
+    """Positions and slots of context updates, all slots -1 until something is loaded."""
 
     def __init__(self, max_rows: int) -> None:
         self._positions = torch.zeros(max_rows, dtype=torch.int64)
@@ -118,3 +118,12 @@ class ContextInputs:
         """Take over positions and slots, padded to `rows` rows."""
         _fill(self._positions, positions, rows, 0)
         _fill(self._slots, slots, rows, -1)
+
+    def select(self, positions: Tensor, slots: Tensor, chosen: Tensor, rows: int) -> None:
+        """Take over the `chosen` rows (int64 indices) only, padded to `rows` rows."""
+        count = len(chosen)
+        torch.index_select(positions, 0, chosen, out=self._positions[:count])
+        torch.index_select(slots, 0, chosen, out=self._slots[:count])
+        if rows > count:
+            # Positions of padding stay what they were: valid ones of an earlier update.
+            self._slots[count:rows].fill_(-1)

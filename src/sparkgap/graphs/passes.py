@@ -87,7 +87,7 @@ class Passes:
         return self._draft_model.drafter.propose(anchors, draft)
 
     def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
-        """Write the drafter's context KV of a target pass's rows.
+        """Write the drafter's context KV of a target pass's rows; computes the rows that are written and no other.
 
         Args:
             output: what the pass gave; the last one, if it came from `decode`.
@@ -95,8 +95,13 @@ class Passes:
             slots: int64 `[rows]`; -1 writes nothing.
         """
         assert output.captured is not None
-        model = self._draft_model
-        model.drafter.context_update(output.captured, positions, slots, model.caches)
+        captured, model = output.captured, self._draft_model
+        written = (slots >= 0).nonzero()[:, 0]
+        if not len(written):
+            return
+        if len(written) < len(slots):
+            captured, positions, slots = captured[written], positions[written], slots[written]
+        model.drafter.context_update(captured, positions, slots, model.caches)
 
     @property
     def _draft_model(self) -> DraftModel:

@@ -1,6 +1,10 @@
 """Memory of the paged KV cache."""
 
+import math
+import mmap
+
 import torch
+from torch import Tensor
 
 from sparkgap.ops.kernels import KVCache
 
@@ -21,7 +25,13 @@ def allocate_caches(
 ) -> list[KVCache]:
     """One zeroed cache a layer, `[num_blocks, block_size, num_kv_heads, head_dim]` for keys and for values."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    return [
-        KVCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-        for _ in range(num_layers)
-    ]
+    return [KVCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(num_layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU straight from the system, where pages take memory and time only once they are written."""
+    elements = math.prod(shape)
+    if device.type != "cpu" or elements == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

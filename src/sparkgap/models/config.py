@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkgap.catalog.keys import Keys, shown
+from sparkgap.catalog.quantization import CheckpointQuantization, read_quantization
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 from sparkgap.models.rope import RopeConfig
 
@@ -66,6 +67,7 @@ class ModelConfig:
         max_position_embeddings: longest context the model declares, in tokens.
         attention_output_bias: the attention's output projection has a bias.
         mlp_bias: the feed-forward's projections have a bias.
+        quantization: of the weights in the checkpoint; None where they are in floating point.
     """
 
     architecture: str
@@ -85,6 +87,7 @@ class ModelConfig:
     max_position_embeddings: int
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    quantization: CheckpointQuantization | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -127,6 +130,7 @@ class ModelConfig:
             max_position_embeddings=keys.integer("max_position_embeddings", family.max_position_embeddings),
             attention_output_bias=reads_bias,
             mlp_bias=family.reads_mlp_bias and keys.flag("mlp_bias"),
+            quantization=read_quantization(config),
         )
 
 
@@ -145,12 +149,6 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation hidden_act={shown(activation)} is not supported; supported is silu")
-    quantization = Keys(config).mapping("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"weights quantized by '{method}' are not supported; use the unquantized checkpoint or a GGUF file"
-        )
 
 
 def _head_dim(keys: Keys, default: int) -> int:

@@ -109,34 +109,34 @@ class Decoder:
         """
         kernels, eps = self.kernels, self.config.rms_norm_eps
         streams: dict[int, Tensor] = {}
-        residual = self.embed(batch.token_ids)
-        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
-        following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
-        for index, (layer, cache, norm) in enumerate(zip(self.layers, caches, following_norms, strict=True)):
-            attended = self._attention(layer, hidden, cache, batch.slots, batch.attention)
-            hidden, residual = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            fed = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
-            hidden, residual = kernels.add_rms_norm(fed, residual, norm, eps)
-            if index in captured_layers:
-                streams[index] = residual
+        # Between layers the stream is the sum of `residual` and what the layer added, which the next norm adds up.
+        added, residual = self.embed(batch.token_ids), None
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            qkv, stream = kernels.norm_linear(added, residual, layer.input_norm, eps, layer.qkv)
+            if index - 1 in captured_layers:
+                streams[index - 1] = stream
+            attended = self._attention(layer, qkv, cache, batch.slots, batch.attention)
+            gate_up, residual = kernels.norm_linear(attended, stream, layer.post_attention_norm, eps, layer.gate_up)
+            added = kernels.silu_mul_linear(gate_up, layer.down)
+        assert residual is not None
+        hidden, stream = kernels.add_rms_norm(added, residual, self.final_norm, eps)
+        streams[len(self.layers) - 1] = stream
         captured = kernels.concat([streams[index] for index in captured_layers]) if captured_layers else None
         return ForwardResult(hidden, captured)
 
     def _attention(
-        self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, slots: Tensor, rows: AttentionRows
+        self, layer: DecoderLayer, qkv: Tensor, cache: KVCache, slots: Tensor, rows: AttentionRows
     ) -> Tensor:
         kernels, config = self.kernels, self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
-        values = qkv[:, heads + kv_heads :]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries = kernels.rms_norm(qkv[:, :heads], layer.query_norm, config.rms_norm_eps)
-            keys = kernels.rms_norm(qkv[:, heads : heads + kv_heads], layer.key_norm, config.rms_norm_eps)
-            queries = kernels.rotary(queries, rows.positions, self.rotary)
-            keys = kernels.rotary(keys, rows.positions, self.rotary)
-        else:
-            rotated = kernels.rotary(qkv[:, : heads + kv_heads], rows.positions, self.rotary)
-            queries, keys = rotated[:, :heads], rotated[:, heads:]
-        kernels.kv_write(keys, values, cache, slots)
+        queries = kernels.rotary_kv_write(
+            qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
+            rows.positions,
+            self.rotary,
+            cache,
+            slots,
+            layer.query_norm,
+            layer.key_norm,
+            config.rms_norm_eps,
+        )
         attended = kernels.paged_attention(queries, cache, rows, self._scale, layer.sliding_window)
-        return kernels.linear(attended.view(-1, heads * config.head_dim), layer.output)
+        return kernels.linear(attended.view(-1, config.num_heads * config.head_dim), layer.output)

@@ -49,7 +49,7 @@ class Drafter:
         self.dtype: torch.dtype = weights.embedding.dtype
         self.device: torch.device = weights.embedding.device
         self.target_ids: Tensor | None = weights.heads.target_ids
-        self.max_context_length = rotary.cos.shape[0] - config.block_size
+        self.max_context_length = rotary.cos.shape[0] - config.settings.block_size
         self._rotary = rotary
         self._scale = config.backbone.head_dim**-0.5
 
@@ -93,17 +93,12 @@ class Drafter:
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """Captured target layers, in the order in which they are read."""
-        return self.config.target_layer_ids
+        return self.config.settings.target_layer_ids
 
     @property
     def num_parameters(self) -> int:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
-
-    def context_bytes_per_position(self) -> int:
-        """Bytes of context KV that one position takes in all layers."""
-        backbone = self.config.backbone
-        return 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * self.dtype.itemsize
 
     def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]) -> None:
         """Write the context keys and values of positions that the target has computed.
@@ -115,17 +110,25 @@ class Drafter:
             caches: one for each draft layer.
         """
         kernels, backbone, weights = self.kernels, self.config.backbone, self.weights
-        features = kernels.rms_norm(
-            kernels.linear(captured, weights.context_fc), weights.context_norm, backbone.rms_norm_eps
+        pairs, _ = kernels.norm_linear(
+            kernels.linear(captured, weights.context_fc),
+            None,
+            weights.context_norm,
+            backbone.rms_norm_eps,
+            weights.context_kv,
         )
-        heads = backbone.num_kv_heads
-        pairs = kernels.linear(features, weights.context_kv).view(
-            -1, 2 * backbone.num_layers * heads, backbone.head_dim
-        )
+        heads = 2 * backbone.num_kv_heads
+        pairs = pairs.view(-1, backbone.num_layers * heads, backbone.head_dim)
         for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
-            start = 2 * heads * index
-            keys = self._keyed(pairs[:, start : start + heads], layer.key_norm, positions)
-            kernels.kv_write(keys, pairs[:, start + heads : start + 2 * heads], cache, slots)
+            kernels.rotary_kv_write(
+                pairs[:, index * heads : (index + 1) * heads],
+                positions,
+                self._rotary,
+                cache,
+                slots,
+                key_norm=layer.key_norm,
+                eps=backbone.rms_norm_eps,
+            )
 
     def draft(
         self,
@@ -152,19 +155,19 @@ class Drafter:
         kernels, config, weights = self.kernels, self.config, self.weights
         eps = config.backbone.rms_norm_eps
         sequences, rows = anchors.shape[0], config.block_rows(num_speculative_tokens)
-        token_ids, positions = kernels.draft_inputs(anchors, context_lengths, rows, config.mask_token_id)
+        token_ids, positions = kernels.draft_inputs(anchors, context_lengths, rows, config.settings.mask_token_id)
         block = _Block(positions, sequences, rows, context_lengths, block_tables, max_length)
-        residual = kernels.embed(token_ids, weights.embedding)
-        hidden = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
-        following_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        for index, (layer, cache, norm) in enumerate(zip(weights.layers, caches, following_norms, strict=True)):
-            attended = self._attention(layer, hidden, cache, block, config.layer_causal[index])
-            hidden, residual = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            fed = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
-            hidden, residual = kernels.add_rms_norm(fed, residual, norm, eps)
+        added, residual = kernels.embed(token_ids, weights.embedding), None
+        for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
+            qkv, stream = kernels.norm_linear(added, residual, layer.input_norm, eps, layer.qkv)
+            attended = self._attention(layer, qkv, cache, block, config.settings.layer_causal[index])
+            gate_up, residual = kernels.norm_linear(attended, stream, layer.post_attention_norm, eps, layer.gate_up)
+            added = kernels.silu_mul_linear(gate_up, layer.down)
+        assert residual is not None
+        hidden, _ = kernels.add_rms_norm(added, residual, weights.final_norm, eps)
         logits = kernels.to_float32(kernels.linear(hidden, weights.lm_head))
         return DraftOutput(
-            logits.view(sequences, rows, config.draft_vocab_size),
+            logits.view(sequences, rows, config.settings.draft_vocab_size),
             hidden.view(sequences, rows, config.backbone.hidden_size),
             config.lead_rows,
         )
@@ -173,25 +176,15 @@ class Drafter:
         """Draft tokens of each sequence; see `heads.propose`."""
         return propose(self.kernels, self.weights.heads, anchors, draft, pick)
 
-    def to_target_vocabulary(self, draft_logits: Tensor) -> Tensor:
-        """`[..., draft_vocab]` logits as `[..., vocab]`: -inf where nothing is drafted."""
-        if self.target_ids is None:
-            return draft_logits
-        shape = (*draft_logits.shape[:-1], self.config.backbone.vocab_size)
-        logits = torch.full(shape, -torch.inf, dtype=draft_logits.dtype, device=draft_logits.device)
-        logits[..., self.target_ids] = draft_logits
-        return logits
-
     def _keyed(self, heads: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
         """Query or key heads `[rows, heads, head_dim]`, normed and rotated at their positions."""
         assert norm is not None
-        normed = self.kernels.rms_norm(heads, norm, self.config.backbone.rms_norm_eps)
-        return self.kernels.rotary(normed, positions, self._rotary)
+        return self.kernels.norm_rotary(heads, norm, self.config.backbone.rms_norm_eps, positions, self._rotary)
 
-    def _attention(self, layer: DecoderLayer, hidden: Tensor, cache: KVCache, block: _Block, causal: bool) -> Tensor:
+    def _attention(self, layer: DecoderLayer, qkv: Tensor, cache: KVCache, block: _Block, causal: bool) -> Tensor:
         kernels, backbone = self.kernels, self.config.backbone
         heads, kv_heads, head_dim = backbone.num_heads, backbone.num_kv_heads, backbone.head_dim
-        qkv = kernels.linear(hidden, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
         queries = self._keyed(qkv[:, :heads], layer.query_norm, block.positions)
         keys = self._keyed(qkv[:, heads : heads + kv_heads], layer.key_norm, block.positions)
         split = (block.sequences, block.rows)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparkgap.catalog.drafter_settings import DrafterSettings, DraftMethod, MarkovHeadType
+from sparkgap.catalog.drafter_settings import DrafterSettings
 from sparkgap.errors import CheckpointError, ConfigError, UnsupportedModelError
 from sparkgap.models.config import ModelConfig
 
@@ -20,41 +20,14 @@ class DrafterConfig:
 
     Attributes:
         name: what messages call the drafter.
-        method: `dspark` or `dflash`.
+        settings: what its checkpoint says.
         backbone: the draft layers; its `vocab_size` is the target's, its `max_position_embeddings` the most
             positions the drafter can see.
-        layer_windows: sliding window of each draft layer, None for the whole context.
-        layer_causal: for each draft layer, whether a block row sees only itself and the rows before it.
-        target_hidden_size: size of one captured hidden state.
-        target_layer_ids: captured target layers, in the order `fc` reads them; id `k` is the residual stream
-            after layer `k`.
-        block_size: rows of a block in training.
-        mask_token_id: token of the rows after the anchor.
-        sample_from_anchor: the anchor's row predicts the first draft token.
-        draft_vocab_size: tokens that can be drafted.
-        markov_rank: 0 for no Markov head.
-        markov_head_type: kind of the Markov head.
-        confidence_head: whether there is one.
-        confidence_head_with_markov: whether its input has the embedding of the token before.
-        num_target_layers: layers of the target it was trained for, when known.
     """
 
     name: str
-    method: DraftMethod
+    settings: DrafterSettings
     backbone: ModelConfig
-    layer_windows: tuple[int | None, ...]
-    layer_causal: tuple[bool, ...]
-    target_hidden_size: int
-    target_layer_ids: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    sample_from_anchor: bool
-    draft_vocab_size: int
-    markov_rank: int
-    markov_head_type: MarkovHeadType
-    confidence_head: bool
-    confidence_head_with_markov: bool
-    num_target_layers: int | None = None
 
     @classmethod
     def from_settings(cls, settings: DrafterSettings, name: str) -> "DrafterConfig":
@@ -73,24 +46,7 @@ class DrafterConfig:
                 f"drafter {name}: mask_token_id {settings.mask_token_id} is outside its vocabulary of "
                 f"{backbone.vocab_size} tokens"
             )
-        config = cls(
-            name=name,
-            method=settings.method,
-            backbone=backbone,
-            layer_windows=settings.layer_windows,
-            layer_causal=settings.layer_causal,
-            target_hidden_size=settings.target_hidden_size,
-            target_layer_ids=settings.target_layer_ids,
-            block_size=settings.block_size,
-            mask_token_id=settings.mask_token_id,
-            sample_from_anchor=settings.sample_from_anchor,
-            draft_vocab_size=settings.draft_vocab_size,
-            markov_rank=settings.markov_rank,
-            markov_head_type=settings.markov_head_type,
-            confidence_head=settings.confidence_head,
-            confidence_head_with_markov=settings.confidence_head_with_markov,
-            num_target_layers=settings.num_target_layers,
-        )
+        config = cls(name, settings, backbone)
         if config.max_speculative_tokens < 1:
             raise CheckpointError(f"drafter {name}: a block of {settings.block_size} row predicts no token")
         return config
@@ -98,12 +54,12 @@ class DrafterConfig:
     @property
     def lead_rows(self) -> int:
         """Rows at a block's start that predict nothing: the anchor's, unless it predicts."""
-        return 0 if self.sample_from_anchor else 1
+        return 0 if self.settings.sample_from_anchor else 1
 
     @property
     def max_speculative_tokens(self) -> int:
         """Most tokens one block predicts: what it was trained for."""
-        return self.block_size - self.lead_rows
+        return self.settings.block_size - self.lead_rows
 
     def block_rows(self, num_speculative_tokens: int) -> int:
         """Rows of a block that predicts `num_speculative_tokens` tokens.
@@ -128,15 +84,15 @@ class DrafterConfig:
             CheckpointError: sizes differ, or a captured layer is the target's last or not one of its layers.
             UnsupportedModelError: it captures the embedding's output.
         """
-        name, layers = self.name, target.num_layers
-        if self.num_target_layers not in (None, layers):
+        name, settings, layers = self.name, self.settings, target.num_layers
+        if settings.num_target_layers not in (None, layers):
             raise CheckpointError(
-                f"drafter {name}: it was trained for a target of {self.num_target_layers} layers, and the target "
+                f"drafter {name}: it was trained for a target of {settings.num_target_layers} layers, and the target "
                 f"has {layers}"
             )
-        if self.target_hidden_size != target.hidden_size:
+        if settings.target_hidden_size != target.hidden_size:
             raise CheckpointError(
-                f"drafter {name}: it reads hidden states of size {self.target_hidden_size}, and the target's have "
+                f"drafter {name}: it reads hidden states of size {settings.target_hidden_size}, and the target's have "
                 f"{target.hidden_size}"
             )
         if self.backbone.vocab_size != target.vocab_size:
@@ -144,7 +100,7 @@ class DrafterConfig:
                 f"drafter {name}: it was trained for a vocabulary of {self.backbone.vocab_size} tokens, and the "
                 f"target has {target.vocab_size}"
             )
-        for layer in self.target_layer_ids:
+        for layer in settings.target_layer_ids:
             if layer < 0:
                 raise UnsupportedModelError(f"drafter {name}: it reads the target's embedding output, not a layer's")
             if layer == layers - 1:

@@ -64,7 +64,7 @@ def load_drafter_weights(
     loader = _Loader(config, checkpoint, target, kernels, dtype)
     backbone = config.backbone
     longest = min(max_model_len or backbone.max_position_embeddings, backbone.max_position_embeddings)
-    rotary = rotary_table(backbone.rope, backbone.head_dim, longest + config.block_size, target.device)
+    rotary = rotary_table(backbone.rope, backbone.head_dim, longest + config.settings.block_size, target.device)
     return loader.weights(), rotary
 
 
@@ -95,10 +95,11 @@ class _Loader:
             layers=tuple(self.layer(layer) for layer in layers),
             final_norm=self.stacked("norm.weight"),
             lm_head=self.lm_head(),
-            context_fc=self.linear("fc", bias=False),
+            # Captured dimensions differ in size by three orders of magnitude: an int8 scale for all would lose most.
+            context_fc=self.linear("fc", bias=False, quantize=False),
             context_norm=self.stacked("hidden_norm.weight"),
             context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
-            heads=load_heads(self.config, self.source, self.kernels, self.dtype, self.target.device, self.ids),
+            heads=load_heads(self.config.settings, self.source, self.kernels, self.dtype, self.target.device, self.ids),
             num_parameters=self.num_parameters(),
         )
 
@@ -120,7 +121,7 @@ class _Loader:
             post_attention_norm=self.stacked(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=False),
             down=self.linear(f"{mlp}.down_proj", bias=False),
-            sliding_window=self.config.layer_windows[index],
+            sliding_window=self.config.settings.layer_windows[index],
         )
 
     def embedding(self) -> Tensor:
@@ -166,11 +167,11 @@ class _Loader:
                 f"features where the drafter has {hidden}"
             )
 
-    def linear(self, *modules: str, bias: bool) -> LinearWeight:
+    def linear(self, *modules: str, bias: bool, quantize: bool = True) -> LinearWeight:
         """One product of `modules`, one above the other."""
         weight = self.stacked(*(f"{module}.weight" for module in modules))
         biases = self.stacked(*(f"{module}.bias" for module in modules)) if bias else None
-        return self.kernels.prepare_linear(weight, biases)
+        return self.kernels.prepare_linear(weight, biases, quantize)
 
     def stacked(self, *names: str) -> Tensor:
         """The named tensors along their first dimension, in memory of the drafter's own."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparkgap.catalog.drafter_settings import DrafterSettings
 from sparkgap.catalog.weights import WeightSource, read_weight
-from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.ops.draft import DraftHeads
 from sparkgap.ops.kernels import Kernels, LinearWeight
 
@@ -62,7 +62,7 @@ class Proposal(NamedTuple):
 
 
 def load_heads(
-    config: DrafterConfig,
+    settings: DrafterSettings,
     weights: WeightSource,
     kernels: Kernels,
     dtype: torch.dtype,
@@ -80,17 +80,17 @@ def load_heads(
         return kernels.prepare_linear(tensor(f"{module}.weight"), tensor(bias) if bias in names else None)
 
     confidence_weight = confidence_bias = None
-    if config.confidence_head:
+    if settings.confidence_head:
         confidence_weight = tensor("confidence_head.proj.weight", torch.float32).flatten()
         bias = "confidence_head.proj.bias"
         confidence_bias = tensor(bias, torch.float32) if bias in names else torch.zeros(1, device=device)
     ids = None if target_ids is None else target_ids.to(device)
-    if not config.markov_rank:
+    if not settings.markov_rank:
         return DraftHeads(confidence_weight=confidence_weight, confidence_bias=confidence_bias, target_ids=ids)
     projections = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
-    projection = projections.get(config.markov_head_type)
+    projection = projections.get(settings.markov_head_type)
     return DraftHeads(
-        head_type=config.markov_head_type,
+        head_type=settings.markov_head_type,
         w1=tensor("markov_head.markov_w1.weight"),
         w2=linear("markov_head.markov_w2"),
         projection=None if projection is None else linear(projection),

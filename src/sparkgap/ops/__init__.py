@@ -2,11 +2,11 @@
 
 import torch
 
-from sparkgap.errors import ConfigError
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
-from sparkgap.ops.native_kernels import NativeKernels, Quantization
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
+from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.ops.torch_kernels import TorchKernels
+from sparkgap.ops.w8a8 import Quantization
 
 __all__ = [
     "AttentionRows",
@@ -17,7 +17,9 @@ __all__ = [
     "Kernels",
     "LinearWeight",
     "NativeKernels",
+    "PackedForm",
     "Quantization",
+    "QuantizedWeight",
     "RotaryTable",
     "TorchKernels",
     "make_kernels",
@@ -32,15 +34,12 @@ def make_kernels(
     Args:
         device: where the kernels compute.
         dtype: of weights and KV cache.
-        quantization: of weights and activations.
+        quantization: of weights and activations. Only the native kernels are faster for it.
         threads: of the CPU; None takes the cores available to the process.
 
     Raises:
-        ConfigError: these kernels do not have that quantization, or not for that dtype.
+        ConfigError: the native kernels' variant that the environment names cannot be had.
     """
     if device.type == "cpu" and dtype != torch.float16:
         return NativeKernels(threads, quantization)
-    if quantization is not None:
-        where = "float16 on the CPU" if device.type == "cpu" else f"device {device}"
-        raise ConfigError(f"quantization {quantization} is not there for {where}; use quantization none")
-    return TorchKernels()
+    return TorchKernels(quantization=quantization)

@@ -1,8 +1,9 @@
 """The verbs models are written in. One interface; a device brings its implementation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +98,33 @@ class LinearWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix product's weight as a quantized checkpoint holds it (W8A8, symmetric).
+
+    Attributes:
+        values: int8 `[out_features, in_features]`, in -127 ... 127: kernels multiply magnitudes.
+        scales: float32 `[out_features]`, of each output channel.
+        input_scale: the one scale of its int8 inputs (static); None gives each row its own (dynamic).
+    """
+
+    values: Tensor
+    scales: Tensor
+    input_scale: float | None = None
+
+
+class PackedForm(NamedTuple):
+    """A prepared weight's content.
+
+    Attributes:
+        facts: values of JSON's types.
+        tensors: contiguous CPU tensors over the weight's own memory, the same on every instruction set.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
 class Kernels(ABC):
     """The operations of one device. Every one returns new tensors, except `kv_write`, which writes the cache.
 
@@ -110,8 +138,31 @@ class Kernels(ABC):
     """
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest."""
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
+        """Bring `weight` `[out_features, in_features]` into the form that `linear` reads fastest.
+
+        Args:
+            weight: floating-point values.
+            bias: `[out_features]`.
+            quantize: False keeps the weight's dtype where these kernels quantize.
+        """
+
+    @abstractmethod
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """The same for a weight that is quantized already, whatever these kernels do with others."""
+
+    def packed_form(self, weight: LinearWeight) -> PackedForm | None:
+        """What must be kept of a prepared weight to have it again without preparing it; None: nothing is worth it."""
+        del weight
+        return None
+
+    def blank_packed(self, facts: Mapping[str, Any]) -> tuple[LinearWeight, dict[str, Tensor]]:
+        """A weight of these facts, and its tensors for the caller to fill.
+
+        Raises:
+            ValueError: no weight of these kernels has such facts.
+        """
+        raise ValueError(f"these kernels keep no weight, so none of {dict(facts)}")
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -139,6 +190,58 @@ class Kernels(ABC):
     @abstractmethod
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Write `keys` and `values` `[rows, kv_heads, head_dim]` at `slots` int64 `[rows]`; -1 writes nothing."""
+
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: LinearWeight
+    ) -> tuple[Tensor, Tensor]:
+        """`(linear(rms_norm(s, norm, eps), weight), s)` for `s = x + residual`, or `s = x` without a residual."""
+        if residual is None:
+            return self.linear(self.rms_norm(x, norm, eps), weight), x
+        normed, total = self.add_rms_norm(x, residual, norm, eps)
+        return self.linear(normed, weight), total
+
+    def silu_mul_linear(self, gate_up: Tensor, weight: LinearWeight) -> Tensor:
+        """`linear(silu_mul(gate_up), weight)`."""
+        return self.linear(self.silu_mul(gate_up), weight)
+
+    def norm_rotary(self, x: Tensor, norm: Tensor, eps: float, positions: Tensor, table: RotaryTable) -> Tensor:
+        """`rotary(rms_norm(x, norm, eps), positions, table)` for heads `[rows, heads, head_dim]`."""
+        return self.rotary(self.rms_norm(x, norm, eps), positions, table)
+
+    def rotary_kv_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: RotaryTable,
+        cache: KVCache,
+        slots: Tensor,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotate queries and keys and write keys and values to the cache; gives the queries.
+
+        Args:
+            qkv: `[rows, heads + 2 * kv_heads, head_dim]`: queries (0 heads or more), keys, values.
+            positions: int64 `[rows]`.
+            table: angles of the positions.
+            cache: where keys and values go.
+            slots: int64 `[rows]`; -1 writes nothing.
+            query_norm, key_norm: `[head_dim]`, weights of an RMSNorm of each head before the rotation.
+            eps: of the norms.
+
+        Returns:
+            `[rows, heads, head_dim]`.
+        """
+        kv_heads = cache.keys.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        queries, keys, values = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        if query_norm is not None:
+            queries = self.rms_norm(queries, query_norm, eps)
+        if key_norm is not None:
+            keys = self.rms_norm(keys, key_norm, eps)
+        self.kv_write(self.rotary(keys, positions, table), values, cache, slots)
+        return self.rotary(queries, positions, table)
 
     @abstractmethod
     def paged_attention(

@@ -16,14 +16,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
+from sparkgap.ops.w8a8 import Quantization
 
-Quantization = Literal["w8a8"]
-PackedForm = Literal["int8", "bfloat16", "float32"]
+ValueForm = Literal["int8", "bfloat16", "float32"]
 
 ISA_VARIABLE = "SPARKGAP_ISA"
 """Environment variable that forces a kernel variant: `avx512`, `avx2` or `portable`."""
@@ -40,7 +41,7 @@ class NativeLinearWeight(LinearWeight):
     """
 
     packed: _native.PackedWeight = field(kw_only=True)
-    form: PackedForm = field(kw_only=True)
+    form: ValueForm = field(kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -81,13 +82,14 @@ class NativeKernels(Kernels):
         except RuntimeError as error:
             raise ConfigError(f"{ISA_VARIABLE}={variant}: {error}") from error
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinearWeight:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> NativeLinearWeight:
         """Pack a copy of `weight` `[out_features, in_features]`; the original is not kept.
 
         Raises:
             CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
-        form: PackedForm = "int8" if self.quantization == "w8a8" else _PACKED_FORMS.get(weight.dtype, "float32")
+        is_int8 = quantize and self.quantization == "w8a8"
+        form: ValueForm = "int8" if is_int8 else _PACKED_FORMS.get(weight.dtype, "float32")
         source = weight.detach() if weight.dtype in _PACKED_FORMS else weight.detach().to(torch.float32)
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
@@ -99,6 +101,52 @@ class NativeKernels(Kernels):
         return NativeLinearWeight(
             torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed, form=form
         )
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinearWeight:
+        """See `Kernels.prepare_quantized`; packed as `prepare_linear` packs what it quantizes itself."""
+        out_features, in_features = weight.values.shape
+        if bias is not None:
+            bias = bias.detach().to(torch.float32).contiguous()
+        packed = self.executor.blank_weight(
+            out_features, in_features, "int8", bias is not None, weight.input_scale or 0.0
+        )
+        parts = packed.parts()
+        blocks, groups = -(-out_features // 16), -(-in_features // 4)
+        padded = functional.pad(weight.values, (0, groups * 4 - in_features, 0, blocks * 16 - out_features))
+        parts["packed"].view(blocks, groups, 16, 4).copy_(padded.view(blocks, 16, groups, 4).transpose(1, 2))
+        parts["offsets"].copy_(padded.sum(1, dtype=torch.int32).mul_(-128))
+        parts["scales"][:out_features] = weight.scales
+        if bias is not None:
+            parts["bias"][:out_features] = bias
+        shape = torch.empty(weight.values.shape, dtype=torch.int8, device="meta")
+        return NativeLinearWeight(shape, bias, packed=packed, form="int8")
+
+    def packed_form(self, weight: LinearWeight) -> PackedForm:
+        """See `Kernels.packed_form`."""
+        if not isinstance(weight, NativeLinearWeight):
+            raise TypeError("the weight was not prepared by NativeKernels")
+        facts = {
+            "out_features": weight.out_features,
+            "in_features": weight.in_features,
+            "form": weight.form,
+            "dtype": str(weight.weight.dtype).removeprefix("torch."),
+            "bias": weight.bias is not None,
+            "input_scale": weight.packed.input_scale,
+        }
+        return PackedForm(facts, weight.packed.parts())
+
+    def blank_packed(self, facts: Mapping[str, Any]) -> tuple[NativeLinearWeight, dict[str, Tensor]]:
+        """See `Kernels.blank_packed`."""
+        try:
+            form, shape = facts["form"], (facts["out_features"], facts["in_features"])
+            packed = self.executor.blank_weight(*shape, form, facts["bias"], facts["input_scale"])
+            dtype = _DTYPES[facts["dtype"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no packed weight has these facts: {dict(facts)}") from error
+        parts = packed.parts()
+        bias = parts["bias"][: shape[0]] if "bias" in parts else None
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return NativeLinearWeight(meta, bias, packed=packed, form=form), parts
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`; rows come in `activation_dtype`."""
@@ -129,12 +177,56 @@ class NativeKernels(Kernels):
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """See `Kernels.rotary`."""
         out = self._empty(x.shape, x.dtype)
-        self.executor.rotary(x, positions, table.cos, table.sin, out)
+        self.executor.rotary(x, None, 0.0, positions, table.cos, table.sin, out)
         return out
 
     def kv_write(self, keys: Tensor, values: Tensor, cache: KVCache, slots: Tensor) -> None:
         """See `Kernels.kv_write`; values are rounded to the cache's dtype."""
         self.executor.kv_write(keys, values, cache.keys, cache.values, slots)
+
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: LinearWeight
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.norm_linear`; bit for bit what the single operations give."""
+        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+            return super().norm_linear(x, residual, norm, eps, weight)
+        out = self._empty((x.shape[0], weight.out_features), x.dtype)
+        total = None if residual is None else self._empty(x.shape, x.dtype)
+        self.executor.norm_linear(x, residual, norm, eps, weight.packed, out, total)
+        return out, x if total is None else total
+
+    def silu_mul_linear(self, gate_up: Tensor, weight: LinearWeight) -> Tensor:
+        """See `Kernels.silu_mul_linear`; bit for bit what the single operations give."""
+        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+            return super().silu_mul_linear(gate_up, weight)
+        out = self._empty((gate_up.shape[0], weight.out_features), gate_up.dtype)
+        self.executor.silu_linear(gate_up, weight.packed, out)
+        return out
+
+    def norm_rotary(self, x: Tensor, norm: Tensor, eps: float, positions: Tensor, table: RotaryTable) -> Tensor:
+        """See `Kernels.norm_rotary`."""
+        out = self._empty(x.shape, x.dtype)
+        self.executor.rotary(x, norm, eps, positions, table.cos, table.sin, out)
+        return out
+
+    def rotary_kv_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: RotaryTable,
+        cache: KVCache,
+        slots: Tensor,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """See `Kernels.rotary_kv_write`."""
+        heads = qkv.shape[1] - 2 * cache.keys.shape[2]
+        queries = self._empty((qkv.shape[0], heads, qkv.shape[2]), qkv.dtype)
+        self.executor.rotary_write(
+            qkv, query_norm, key_norm, eps, positions, table.cos, table.sin, cache.keys, cache.values, slots, queries
+        )
+        return queries
 
     def paged_attention(
         self,
@@ -332,9 +424,7 @@ class NativeKernels(Kernels):
             token_ids: int64 `[sequences * W]`, filled.
             scores: float32 `[sequences * W]`, filled with the largest logits; NaN where any of the row is NaN.
         """
-        self.executor.draw_tokens(
-            logits, temperatures, log_min_p, top_k, top_p, seeds, positions, token_ids, scores
-        )
+        self.executor.draw_tokens(logits, temperatures, log_min_p, top_k, top_p, seeds, positions, token_ids, scores)
 
     def begin_round(self, *tensors: Tensor) -> None:
         """See `Kernels.begin_round`."""
@@ -378,8 +468,10 @@ class _HeadStep(NamedTuple):
     confidences: Tensor | None
 
 
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int8")}
+
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 """What the native module calls the dtypes of results."""
 
-_PACKED_FORMS: Mapping[torch.dtype, PackedForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_PACKED_BYTES: Mapping[PackedForm, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
+_PACKED_FORMS: Mapping[torch.dtype, ValueForm] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PACKED_BYTES: Mapping[ValueForm, int] = {"int8": 1, "bfloat16": 2, "float32": 4}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, QuantizedWeight, RotaryTable
+from sparkgap.ops.w8a8 import Quantization, QuantizedLinearWeight, linear_w8a8, quantize_weight
 
 _FUSED_ATTENTION_ROWS = 32
 """Rows of one sequence from which torch's fused attention is faster than two matrix products on a CPU."""
@@ -44,16 +45,29 @@ class TorchKernels(Kernels):
         linear_tile_rows: when given, every matrix product runs on exactly that many rows at a time, padded with
             zeros, and attention of up to 31 rows a sequence is computed row by row, so that on a CPU a row's
             result does not depend on the rows that stand beside it, to the last bit.
+        quantization: `w8a8` quantizes weights and activations to int8, as the native kernels do; None keeps weights
+            in their own dtype.
     """
 
-    def __init__(self, linear_tile_rows: int | None = None) -> None:
+    def __init__(self, linear_tile_rows: int | None = None, quantization: Quantization | None = None) -> None:
         if linear_tile_rows is not None and linear_tile_rows < 1:
             raise ValueError(f"linear_tile_rows must be at least 1, got {linear_tile_rows}")
         self.linear_tile_rows = linear_tile_rows
+        self.quantization = quantization
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        """The weight as it is, without a copy."""
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
+        """The weight as it is, without a copy, unless it is to be quantized.
+
+        Raises:
+            CheckpointError: the weight has infinities or NaN and is to be quantized.
+        """
+        if quantize and self.quantization == "w8a8":
+            return self.prepare_quantized(quantize_weight(weight), bias)
         return LinearWeight(weight, bias)
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedLinearWeight:
+        """See `Kernels.prepare_quantized`."""
+        return QuantizedLinearWeight(weight.values, bias, scales=weight.scales, input_scale=weight.input_scale)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`."""
@@ -70,6 +84,8 @@ class TorchKernels(Kernels):
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """See `Kernels.linear`."""
+        if isinstance(weight, QuantizedLinearWeight):
+            return linear_w8a8(x, weight)
         if self.linear_tile_rows is None:
             return _linear(x, weight)
         return _tiled_linear(x, weight, self.linear_tile_rows)

@@ -20,7 +20,6 @@ from sparkgap.rounds.logits import (
 from sparkgap.rounds.random import Purpose, uniform_number
 from sparkgap.rounds.sequence import SampledToken, Sequence, TokenLogprobs
 
-
 DrawRows = Callable[[Tensor, Seq[SamplingParams], Seq[tuple[int, int]]], Tensor]
 """Draws a token int64 of each row from logits float32 `[rows, vocab]`, by the row's parameters, seed and position."""
 

@@ -45,6 +45,18 @@ def draft_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
     return DraftVocabulary(ids, draft_ids, float(counts[ids].sum() / counts.sum().clamp_min(1)))
 
 
+def tap_scale(taps: Tensor) -> Tensor:
+    """What brings the usual size of each captured dimension to 1: float32 `[m * hidden]`.
+
+    Medians, because the first positions of a conversation have a few dimensions hundreds of times their usual size.
+
+    Args:
+        taps: `[positions, m * hidden]`.
+    """
+    usual = taps.float().abs().median(dim=0).values
+    return 0.6745 / usual.clamp_min(1e-6 * float(usual.max()) + 1e-12)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Anchors of one conversation in one step: positions, ascending."""

@@ -40,6 +40,8 @@ class ConversationConfig:
         min_answer_tokens: shorter answers are dropped.
         user_temperatures: temperatures of user turns, drawn evenly.
         answer_temperatures: temperatures of answers, drawn evenly; a repeated value is drawn more often.
+        opener_share: share of the user turns that begin with an opener (`train.openers`) and are continued by the
+            target; the others it writes from the empty turn.
         top_p: nucleus of the tokens that are sampled at temperatures above 0.
         prompts: a file of user turns, `.jsonl` with `prompt` or one a line; None samples them.
         only_prompts: use the file's turns alone.
@@ -52,10 +54,11 @@ class ConversationConfig:
     lanes: int = 64
     shard_conversations: int = 128
     max_positions: int = 512
-    max_user_tokens: int = 160
+    max_user_tokens: int = 224
     min_answer_tokens: int = 12
     user_temperatures: tuple[float, ...] = (0.7, 0.85, 1.0)
     answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.7)
+    opener_share: float = 0.85
     top_p: float = 0.95
     prompts: Path | None = None
     only_prompts: bool = False
@@ -74,6 +77,10 @@ class ConversationConfig:
                 f"{name} must be finite numbers of at least 0, got {values!r}",
             )
         _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p!r}")
+        _check(
+            _is_finite(self.opener_share) and 0 <= self.opener_share <= 1,
+            f"opener_share must be in [0, 1], got {self.opener_share!r}",
+        )
         _check(
             not self.only_prompts or self.prompts is not None,
             "only_prompts needs a prompts file: give --prompts, or leave the target to write the user turns",

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def collect(
         target: writes both turns.
         workers: shards sampled at a time, each in its own thread.
         template: layout of a conversation.
-        tokenizer: of prompts in a file.
+        tokenizer: of prompts in a file and of openers.
         config: how to sample.
         features: what to keep.
         seed: of everything drawn.
@@ -120,7 +121,10 @@ def collect(
             write_shard(path, conversations)
 
     with progress.task("conversations", config.answer_tokens, "answer tokens") as bar:
-        samplers = [ConversationSampler(target, template, config, layer_ids, features.top_k) for _ in range(workers)]
+        samplers = [
+            ConversationSampler(target, template, config, layer_ids, features.top_k, plain_encoding(tokenizer))
+            for _ in range(workers)
+        ]
         pool = ThreadPoolExecutor(workers, "sampler")
         try:
             futures: deque[Future[None]] = deque()
@@ -144,6 +148,11 @@ def collect(
 def shard_path(directory: Path, number: int) -> Path:
     """File of a shard."""
     return directory / f"shard-{number:04d}.safetensors"
+
+
+def plain_encoding(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Text to token ids without special tokens."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[int]]:

@@ -13,7 +13,7 @@ from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
 from sparkgap.train.config import TrainConfig
-from sparkgap.train.conversations import file_turns
+from sparkgap.train.conversations import file_turns, plain_encoding
 from sparkgap.train.evaluate import Acceptance, serving_replay
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.generation import ConversationSampler
@@ -57,7 +57,7 @@ def greedy_answers(
     sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
     layer_ids = config.features.layer_ids(target.config.num_layers)
     with progress.task("answers to evaluation prompts", len(turns), "answers") as bar, torch.inference_mode():
-        sampler = ConversationSampler(target, template, sampling, layer_ids, 1)
+        sampler = ConversationSampler(target, template, sampling, layer_ids, 1, plain_encoding(tokenizer))
         conversations = sampler.shard("evaluation", iter(turns), lambda _: bar.advance())
     assert conversations is not None
     return [(torch.tensor(c.token_ids), c.answer_start, c.taps) for c in conversations]

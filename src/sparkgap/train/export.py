@@ -64,8 +64,9 @@ def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[
     """The network's tensors in bfloat16 under the checkpoint's names, with the LM head rows of its vocabulary."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
-        if name.startswith(("layers.", "fc.", "hidden_norm.", "norm.")):
+        if name.startswith(("layers.", "hidden_norm.", "norm.")):
             tensors[name] = parameter
+    tensors["fc.weight"] = network.folded_fc()
     if network.shape.markov_rank:
         tensors["markov_head.markov_w1.weight"] = network.markov_w1[network.markov_rows]
         tensors["markov_head.markov_w2.weight"] = network.markov_w2

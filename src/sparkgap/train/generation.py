@@ -18,6 +18,7 @@ from sparkgap.models.decoder import Decoder
 from sparkgap.ops.kernels import AttentionRows, KVCache
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.config import ConversationConfig
+from sparkgap.train.openers import opener
 from sparkgap.train.template import TurnTemplate
 
 _SAMPLED_TOKENS = 256
@@ -137,6 +138,7 @@ class ConversationSampler:
         config: how tokens are sampled.
         layer_ids: layers to capture.
         top_k: most probable tokens to keep at each position.
+        encode: text to token ids, of the openers of user turns.
     """
 
     def __init__(
@@ -146,8 +148,9 @@ class ConversationSampler:
         config: ConversationConfig,
         layer_ids: tuple[int, ...],
         top_k: int,
+        encode: Callable[[str], list[int]],
     ) -> None:
-        self.target, self.template, self.config = target, template, config
+        self.target, self.template, self.config, self.encode = target, template, config, encode
         self.layer_ids, self.top_k = layer_ids, top_k
         model = target.config
         self.capacity = config.max_positions
@@ -218,6 +221,8 @@ class ConversationSampler:
         for cache, (keys, values) in zip(self.caches, self._prefix_kv, strict=True):
             cache.keys[index, : len(opening)], cache.values[index, : len(opening)] = keys, values
         if user_turns is None:
+            if draw.random() < self.config.opener_share:
+                lane.token_ids += self.encode(opener(draw))[: self.config.max_user_tokens // 2]
             return lane
         turn = next(user_turns, None)
         if turn is None:

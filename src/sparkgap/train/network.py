@@ -195,6 +195,8 @@ class DraftNetwork(nn.Module):
         embedding: `[vocab, hidden]`, the target's.
         head: `[draft_vocab, hidden]`, the target's LM head rows of the draft vocabulary.
         mask_token_id: token whose embedding stands in rows 1 ... N - 1.
+        tap_scale: float32 `[m * target_hidden]`, what each captured dimension is multiplied by before `fc`: their
+            sizes differ by three orders of magnitude, and `fc` would first have to unlearn the largest.
         markov_rows: int64 `[vocab]`, the row of W1 that each target token trains; tokens that training never sees
             share row 0, which stays zero, so that they bring no bias.
         dtype: compute type; parameters are float32.
@@ -203,6 +205,7 @@ class DraftNetwork(nn.Module):
     embedding: Tensor
     head: Tensor
     markov_rows: Tensor
+    tap_scale: Tensor
 
     def __init__(
         self,
@@ -210,6 +213,7 @@ class DraftNetwork(nn.Module):
         embedding: Tensor,
         head: Tensor,
         mask_token_id: int,
+        tap_scale: Tensor,
         markov_rows: Tensor,
         dtype: torch.dtype,
     ) -> None:
@@ -228,6 +232,7 @@ class DraftNetwork(nn.Module):
             self.confidence = Linear(shape.hidden_size + shape.markov_rank, 1, std=0.0)
         self.register_buffer("embedding", embedding.to(dtype), persistent=False)
         self.register_buffer("head", head.to(dtype), persistent=False)
+        self.register_buffer("tap_scale", tap_scale, persistent=False)
         self.register_buffer("markov_rows", markov_rows, persistent=False)
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self.frequencies = 1.0 / shape.rope_theta**half
@@ -250,7 +255,8 @@ class DraftNetwork(nn.Module):
     def forward(self, batch: AnchorBatch) -> Tensor:
         """Normed hidden states of the rows that predict: `[blocks * (rows - lead_rows), hidden]`, compute type."""
         rotation = self._rotation(batch)
-        context = self.hidden_norm(self.fc(batch.taps.to(self.dtype)), self.dtype)
+        taps = (batch.taps * self.tap_scale).to(self.dtype)
+        context = self.hidden_norm(self.fc(taps), self.dtype)
         tokens = torch.full((batch.anchor_tokens.shape[0], batch.rows), self.mask_token_id, device=batch.taps.device)
         tokens[:, 0] = batch.anchor_tokens
         x = self.embedding[tokens.flatten()].float()
@@ -260,6 +266,10 @@ class DraftNetwork(nn.Module):
             x = x.view(-1, batch.rows, x.shape[-1])[:, self.shape.lead_rows :].flatten(0, 1)
         normed: Tensor = self.norm(x, self.dtype)
         return normed
+
+    def folded_fc(self) -> Tensor:
+        """`fc` of unscaled captured states: float32 `[hidden, m * target_hidden]`."""
+        return self.fc.weight.float() * self.tap_scale
 
     def markov_states(self, previous_tokens: Tensor) -> Tensor:
         """`W1[previous]`: `[rows, rank]` in the compute type; `[rows, 0]` for DFlash."""

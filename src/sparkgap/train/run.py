@@ -19,7 +19,7 @@ from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
 from sparkgap.ops import NativeKernels
-from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, token_counts
+from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, tap_scale, token_counts
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import collect
 from sparkgap.train.evaluation_stage import evaluate
@@ -30,7 +30,11 @@ from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
 from sparkgap.train.network import DraftNetwork, NetworkShape
 from sparkgap.train.progress import Progress
+from sparkgap.train.start import start
 from sparkgap.train.template import TurnTemplate, turn_template
+
+_SCALED_CONVERSATIONS = 64
+"""Conversations whose captured states set the scale of each dimension."""
 
 _MAY_CHANGE = {
     "out", "threads", "evaluation_prompts", "conversation.answer_tokens", "optimization.steps",
@@ -75,9 +79,10 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
+    scale = _tap_scale(work / "tap-scale.safetensors", examples, learned)
     head = head_rows(checkpoint, target, vocabulary.ids)
     mask_token_id = _mask_token(checkpoint, template, vocabulary)
-    network = build_network(config, target, head, vocabulary, markov_rows, mask_token_id)
+    network = build_network(config, target, head, vocabulary, scale, markov_rows, mask_token_id)
     progress.log(
         f"drafter of {sum(p.numel() for p in network.parameters()) / 1e6:.1f} M trained parameters, "
         f"{vocabulary.ids.shape[0]} draft tokens cover {vocabulary.coverage:.2%} of the answers"
@@ -98,6 +103,8 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     )
     if trainer.load():
         progress.log(f"continuing after step {trainer.step}")
+    else:
+        start(network, examples, learned, config.seed)
     trainer.run()
     trained = time.monotonic()
     settings = drafter_settings(
@@ -233,6 +240,16 @@ def _vocabulary(
     return dataclasses.replace(inside, coverage=coverage), rows
 
 
+def _tap_scale(path: Path, examples: Examples, learned: list[Example]) -> Tensor:
+    """`tap_scale` of a sample of what is learned, chosen once a run."""
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        taps = torch.cat([examples.taps(e) for e in learned[:_SCALED_CONVERSATIONS]])
+        save_file({"tap_scale": tap_scale(taps)}, partial)
+        os.replace(partial, path)
+    return load_file(path)["tap_scale"]
+
+
 def _mask_token(checkpoint: Checkpoint, template: TurnTemplate, vocabulary: DraftVocabulary) -> int:
     """A token for the rows after the anchor: a special one that conversations do not use, if there is one."""
     used = {*template.opening, *template.middle, *template.end_tokens}
@@ -255,6 +272,7 @@ def build_network(
     target: Decoder,
     head: Tensor,
     vocabulary: DraftVocabulary,
+    scale: Tensor,
     markov_rows: Tensor,
     mask_token_id: int,
 ) -> DraftNetwork:
@@ -265,6 +283,7 @@ def build_network(
         target: what it drafts for.
         head: `[draft_vocab, hidden]`, as `head_rows`.
         vocabulary: draft vocabulary.
+        scale: of the captured dimensions, as `tap_scale`.
         markov_rows: row of W1 that each target token trains.
         mask_token_id: token of the rows after the anchor.
     """
@@ -294,6 +313,7 @@ def build_network(
         target.embedding,
         head,
         mask_token_id,
+        scale.to(target.device),
         markov_rows.to(target.device),
         target.dtype,
     )

@@ -193,13 +193,9 @@ class SlotPrograms:
         end = bucket * self._slot.shape.width
         positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
         inputs = {"captured": captured, "positions": positions, "slots": slots}
-        self._context.capture(
-            inputs, lambda: model.drafter.context_update(captured, positions, slots, model.caches)
-        )
+        self._context.capture(inputs, lambda: model.drafter.context_update(captured, positions, slots, model.caches))
         return self._context.graph(inputs)
 
     def _hand_off(self, bucket: int) -> None:
         slot, state = self._slot, self._state
-        self._kernels.hand_off(
-            slot.next_anchors[:bucket], slot.next_positions[:bucket], state.anchors, state.positions
-        )
+        self._kernels.hand_off(slot.next_anchors[:bucket], slot.next_positions[:bucket], state.anchors, state.positions)

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from sparkgap.ops.rounds import RoundStatus
 from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
 from sparkgap.rounds.pipeline.pipeline import NUM_SLOTS, Pipeline
 from sparkgap.rounds.pipeline.slot import SequenceResult
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, SampledToken, Sequence
-from sparkgap.ops.rounds import RoundStatus
 
 
 class Split(NamedTuple):

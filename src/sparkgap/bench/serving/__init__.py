@@ -1,0 +1,1 @@
+"""Load on any server with OpenAI's interface, and what it answers with."""
