@@ -143,11 +143,12 @@ def test_check_command(command, monkeypatch):
     assert (status, report["identical"]) == (0, True)
     assert [(b["batch_size"], b["num_prompts"]) for b in report["batches"]] == [(2, 2)]
     monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
-    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1")
+    on_the_host = ("--task-pipeline", "off")
+    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", *on_the_host)
     assert status == 1
     assert "DIFFERENT" in out
     assert "margin" in out
-    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", "--json")
+    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", "--json", *on_the_host)
     report = json.loads(out)
     assert (status, report["identical"]) == (1, False)
     difference = report["batches"][0]["differences"][0]

@@ -376,7 +376,7 @@ def test_command(command, monkeypatch):
     for part in ("TTFT", "TPOT", "speculative", "speculative / plain", "the same as those without", "GB/s"):
         assert part in " ".join(out.split())
     monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
-    status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0")
+    status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0", "--task-pipeline", "off")
     assert status == 1
     assert "DIFFERENT" in out
 
@@ -403,7 +403,7 @@ def test_matrix(command, monkeypatch, arguments):
         counts = column["graph_counts"]
         assert counts["captures_since_startup"] == 0
         assert (counts["captures_at_startup"] > 0) == (mode != "eager")
-        assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked"))
+        assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked", "pipeline"))
 
 
 def test_matrix_in_markdown(command, monkeypatch):

