@@ -492,7 +492,7 @@ def test_command_without_a_drafter(command):
         (["--also-dtype", "int3"], "dtype"),
         (["--limit", "0"], "limit must be at least 1"),
         (["--mode", "compact"], "--mode chooses columns of --matrix"),
-        (["--matrix", "--mode", "fast"], "mode must be one of eager, graphs, compact, masked, got 'fast'"),
+        (["--matrix", "--mode", "fast"], "mode must be one of eager, graphs, compact, masked, pipeline, got 'fast'"),
         (["--matrix", "--graphs", "on"], "leave out --graphs"),
         (["--markdown", "--json"], "contradict"),
     ],
