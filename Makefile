@@ -13,7 +13,7 @@ PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/* native/kern
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow test-sanitize lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -28,6 +28,21 @@ test: $(VENV)/.installed-dev  ## run the fast tests
 
 test-slow: $(VENV)/.installed-dev  ## run the long tests too
 	$(PYTEST) -m "slow or not slow"
+
+# The native module apart from the installed one, in a build that checks itself. Leaks are Python's and torch's to report.
+SANITIZERS ?= address,undefined
+SANITIZED := build/sanitize
+SANITIZED_TESTS ?= tests/native tests/device tests/graphs
+test-sanitize: $(VENV)/.installed-dev  ## run the native tests on a build with sanitizers (needs g++)
+	$(PIP) 'cmake>=3.20' ninja nanobind
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_CXX_COMPILER=g++ -DCMAKE_BUILD_TYPE=Debug \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" -DSPARKGAP_SANITIZE=$(SANITIZERS)
+	$(BIN)/cmake --build $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  SPARKGAP_NATIVE_MODULE="$$(ls $(abspath $(SANITIZED))/_native*.so)" OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest $(SANITIZED_TESTS)
 
 lint: $(VENV)/.installed-dev  ## check style and types
 	$(BIN)/ruff check .
@@ -53,9 +68,9 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(PACKAGE_SOURCES)
-	$(PIP) --editable .
+	$(PIP) --editable '.[server]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(PACKAGE_SOURCES)
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[server,dev]'
 	@touch $@ $(VENV)/.installed

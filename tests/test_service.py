@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from sparkgap import LLM, SamplingParams
+from sparkgap.bench.latency import EngineColumn
 
 from .speculating_model import write_looping_pair
 
@@ -146,3 +147,12 @@ def test_a_stream_that_is_closed_frees_its_blocks(paths):
     check_nothing_is_held(llm)
     assert llm.stats.num_decode_rounds == rounds
     assert llm.stats.num_finished == {"abort": 1}
+
+
+def test_a_measured_prompt_is_read_in_full_each_time(paths):
+    llm = make(paths)
+    column = EngineColumn(llm)
+    for _ in range(3):
+        column.generate(list(range(40)), 4)
+    assert llm.stats.prefix_cache_hit_tokens == 0
+    assert llm.generate([list(range(40))], SamplingParams(max_tokens=1))[0].num_cached_tokens == 36

@@ -9,6 +9,7 @@ from sparkgap import LLM, SamplingParams
 from sparkgap.cli import main
 from sparkgap.engine import loading
 from sparkgap.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
+from sparkgap.rounds.lookup import NOT_FOUND
 from sparkgap.rounds.speculative import CONTEXT_TOO_LONG, SWITCHED_OFF
 
 from .speculating_model import write_looping_pair, write_random_drafter
@@ -38,7 +39,12 @@ def paths(tmp_path_factory):
 
 
 def make(paths, drafter=None, number=None, **settings):
-    config = None if drafter is None else {"model": paths.get(drafter, drafter), "num_speculative_tokens": number}
+    if drafter == "ngram":
+        config = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_min": 1}
+    elif drafter == "looking up":
+        config = {"model": paths["random"], "num_speculative_tokens": number, "prompt_lookup_max": 3}
+    else:
+        config = None if drafter is None else {"model": paths.get(drafter, drafter), "num_speculative_tokens": number}
     return LLM(paths["model"], speculative_config=config, **(SETTINGS | settings))
 
 
@@ -47,7 +53,10 @@ def plain(paths):
     return make(paths)
 
 
-@pytest.fixture(scope="module", params=[("right", None), ("random", 3), ("right", 1)], ids=lambda p: f"{p[0]}-{p[1]}")
+KINDS = [("right", None), ("random", 3), ("right", 1), ("ngram", None), ("ngram", 2), ("looking up", 4)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def llm(paths, request):
     return make(paths, *request.param)
 
@@ -72,6 +81,15 @@ def test_tokens_are_those_without_speculation(llm, plain, case):
 def test_the_pair_accepts_several_tokens_a_round(right):
     metrics = [output.metrics for output in right.generate(PROMPTS, GREEDY)]
     assert sum(m.accepted_draft_tokens for m in metrics) > 2 * sum(m.draft_rounds for m in metrics)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "looking up"])
+def test_what_stood_before_is_accepted(paths, kind):
+    llm = make(paths, kind, 4)
+    metrics = [output.metrics for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=100))]
+    assert sum(m.accepted_draft_tokens for m in metrics) > 50
+    assert llm.info()["speculation"]["num_speculative_tokens"] == 4
+    assert llm.graph_counts()["captures_since_startup"] == 0
 
 
 def test_requests_of_all_kinds_in_one_batch(right, plain):
@@ -167,6 +185,7 @@ def test_streams_add_up(right):
 
 
 def test_counts_agree_with_each_other(llm, plain):
+    looks_up_alone = llm.info()["speculation"]["method"] == "ngram"
     number = llm.info()["speculation"]["num_speculative_tokens"]
     for params in (GREEDY, SamplingParams(n=2, seed=1, max_tokens=30)):
         for output in llm.generate(PROMPTS, params):
@@ -179,9 +198,10 @@ def test_counts_agree_with_each_other(llm, plain):
             assert len(shares) == number
             assert shares == sorted(shares, reverse=True)
             assert sum(shares) * m.draft_rounds == pytest.approx(m.accepted_draft_tokens)
-            made = m.accepted_draft_tokens + m.draft_rounds + params.n
+            plain_rounds = sum(m.not_speculated.values())
+            made = m.accepted_draft_tokens + m.draft_rounds + plain_rounds + params.n
             assert made - params.n * number <= m.completion_tokens <= made
-            assert m.not_speculated == {}
+            assert set(m.not_speculated) <= ({NOT_FOUND} if looks_up_alone else set())
     metrics = plain.generate("hello", GREEDY)[0].metrics
     assert (metrics.draft_rounds, metrics.draft_tokens, metrics.acceptance_by_position) == (0, 0, [])
 
@@ -229,6 +249,16 @@ ERRORS = [
     ({"num_speculative_tokens": 0}, ConfigError, ["num_speculative_tokens", "got 0"]),
     ({"method": "eagle3"}, ConfigError, ["dspark, dflash", "'eagle3'"]),
     ({"method": "DFlash"}, ConfigError, ["method is dflash", "is dspark"]),
+    ({"method": "ngram"}, ConfigError, ["ngram needs no drafter"]),
+    ({"prompt_lookup_max": 1}, ConfigError, ["prompt_lookup_max", "at least prompt_lookup_min (2)", "got 1"]),
+    ({"prompt_lookup_min": 0}, ConfigError, ["prompt_lookup_min", "got 0"]),
+    (
+        {"prompt_lookup_max": 3, "draft_sample_method": "probabilistic"},
+        ConfigError,
+        ["needs draft_sample_method greedy"],
+    ),
+    ({"model": None, "method": "ngram", "prompt_lookup_max": 0}, ConfigError, ["at least 1"]),
+    ({"model": None, "method": "ngram", "adaptive_length": True}, ConfigError, ["adaptive_length needs a drafter"]),
     ({"drafts": 3}, ConfigError, ["'drafts'", "num_speculative_tokens"]),
     ({"draft_sample_method": "best"}, ConfigError, ["draft_sample_method", "'best'"]),
     ({"model": None}, ConfigError, ["needs a drafter", "--draft"]),

@@ -272,18 +272,27 @@ void attend_chunk_in(Stage& s, const Source& source, int64_t rows, bool fetched,
   if (!fetched) fetch_rows<C>(s, source, places, begin, begin + kFetchDistance, end);
   alignas(64) static const C zeros[kLargestHeadDim] = {};
   const auto columns = staged_keys(s, C());
+  // What comes next is fetched in portions, between products or, where there is only one, between blocks of keys: a burst
+  // fills the memory's queues, and all that follows waits behind it.
+  const int64_t groups = (queries + kTileRows - 1) / kTileRows;
   for (int64_t first = begin; first < end; first += kStagePositions) {
     const int64_t count = smaller(kStagePositions, end - first), blocks = (count + 15) / 16;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t at = first + b * 16;
       if (!fetched) fetch_rows<C>(s, source, places, at + kFetchDistance, at + kFetchDistance + 16, end);
-      if (ahead) fetch_rows<C>(s, *ahead, places_ahead, at, at + 16, ahead_end);
+      if (ahead && groups == 1) fetch_rows<C>(s, *ahead, places_ahead, at, at + 16, ahead_end);
       const C* keys[16];
       for (int i = 0; i < 16; i++) keys[i] = at + i < end ? source.key<C>(places[at + i]) : zeros;
       stage_keys(s, keys, s.keys + b * columns.block_stride);
     }
-    multiply_tiles(queries, s.queries, s.padded_dim, columns, blocks, columns.block_stride / 16, s.scores + first,
-                   kChunkPositions, false);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t query = g * kTileRows;
+      multiply_tiles(smaller<int64_t>(kTileRows, queries - query), s.queries + query * s.padded_dim, s.padded_dim, columns, blocks,
+                     columns.block_stride / 16, s.scores + query * kChunkPositions + first, kChunkPositions, false);
+      if (ahead && groups > 1)
+        fetch_rows<C>(s, *ahead, places_ahead, first + kStagePositions * g / groups, first + kStagePositions * (g + 1) / groups,
+                      ahead_end);
+    }
   }
   for (int64_t r = 0; r < rows; r++)
     if (s.ranges[r].begin < s.ranges[r].end)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
+    from sparkgap.async_llm import AsyncLLM
     from sparkgap.config import EngineConfig, SamplingParams
     from sparkgap.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from sparkgap.errors import SparkgapError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "LLM",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "sparkgap.async_llm",
     "CompletionOutput": "sparkgap.engine.outputs",
     "EngineConfig": "sparkgap.config",
     "LLM": "sparkgap.api",

@@ -17,7 +17,8 @@ from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
-from sparkgap.engine.loading import load_engine
+from sparkgap.engine.engine import Engine
+from sparkgap.engine.loading import load_engine, lookup_tokens
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
@@ -64,6 +65,11 @@ class LLM:
         self._dropped: list[str] = []
 
     @property
+    def engine(self) -> Engine:
+        """What computes the requests, for an owner that steps it itself and uses no other method of this object."""
+        return self._engine
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with its chat template."""
         return self._loaded.checkpoint.tokenizer
@@ -104,7 +110,7 @@ class LLM:
         params = _as_params(sampling_params, len(listed))
         with self._lock:
             requests = [
-                self._engine.make_request(_content(prompt), p, output_kind="final")
+                self._engine.make_request(prompt_content(prompt), p, output_kind="final")
                 for prompt, p in zip(listed, params, strict=True)
             ]
         return self._run(requests, use_progress)
@@ -147,7 +153,7 @@ class LLM:
             EngineError: computing failed (raised by the iterator).
         """
         with self._lock:
-            request = self._engine.make_request(_content(prompt), *_as_params(sampling_params, 1))
+            request = self._engine.make_request(prompt_content(prompt), *_as_params(sampling_params, 1))
         return self._iterate(request)
 
     def stream_chat(
@@ -215,11 +221,13 @@ class LLM:
             "max_model_len": self._engine.model.max_model_len,
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
             "block_size": cache.block_size,
             "kv_cache_blocks": cache.num_blocks,
             "kv_cache_tokens": cache.num_blocks * cache.block_size,
             "kv_cache_bytes": cache_bytes,
             "speculation": self._speculation_info(),
+            "drafter_note": loaded.drafter_note,
             "graphs": self._graphs_info(),
             "task_pipeline": self._pipeline_info(),
         }
@@ -263,9 +271,9 @@ class LLM:
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:
-        chosen = self._loaded.speculation
+        chosen, number = self._loaded.speculation, lookup_tokens(self.config)
         if chosen is None:
-            return None
+            return {"method": "ngram", "num_speculative_tokens": number} if number else None
         config = chosen.drafter.config
         settings = config.settings
         return {
@@ -419,7 +427,7 @@ def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int)
     return list(params)
 
 
-def _content(prompt: Prompt) -> str | Seq[int]:
+def prompt_content(prompt: Prompt) -> str | Seq[int]:
     """Text or token ids of a prompt in any of its forms."""
     if isinstance(prompt, Mapping):
         known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]

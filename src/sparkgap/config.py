@@ -49,8 +49,11 @@ MAX_BLOCK_SIZE = 4096
 MAX_THREADS = 1024
 """Most compute threads; starting very many more ends the process where no error can be caught."""
 
-SPECULATIVE_METHODS = ("dspark", "dflash")
-"""Values of `SpeculativeConfig.method`, written in any case."""
+SPECULATIVE_METHODS = ("dspark", "dflash", "ngram")
+"""Values of `SpeculativeConfig.method`, written in any case; `ngram` needs no drafter."""
+
+NGRAM_TOKENS = 7
+"""Draft tokens a round of method `ngram`, if nothing else is said."""
 
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 """Values of `SpeculativeConfig.draft_sample_method`."""
@@ -249,10 +252,17 @@ class SpeculativeConfig:
 
     Attributes:
         method: one of `SPECULATIVE_METHODS`, in any case; None takes what the drafter is.
-        model: the drafter, a directory or `hf:owner/name`.
-        num_speculative_tokens: draft tokens a round; None takes as many as the drafter was trained for.
+        model: the drafter, a directory or `hf:owner/name`; None takes the one that comes with Sparkgap for the target.
+        num_speculative_tokens: draft tokens a round; None takes the drafter's own default, which is as many as it was
+            trained for unless its configuration says otherwise.
         draft_sample_method: how draft tokens of sampled requests are chosen. `greedy` takes the most probable and
             keeps the output the one without speculation; `probabilistic` samples them.
+        adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
+            down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
+        prompt_lookup_max: most last tokens that are looked up in the sequence's own past; what followed them there is
+            drafted instead of what a drafter proposes. None is 4 with `ngram`, and 0, which looks nothing up, with a
+            drafter. Not with `draft_sample_method` `probabilistic`.
+        prompt_lookup_min: fewest last tokens that must have stood there before.
 
     Raises:
         ConfigError: a value is out of its range; the message names the setting.
@@ -262,6 +272,22 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None
     draft_sample_method: str = "greedy"
+    adaptive_length: bool = False
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int = 2
+
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether a drafter proposes tokens."""
+        return self.method != "ngram"
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int] | None:
+        """Fewest and most last tokens that are looked up; None when nothing is."""
+        longest = self.prompt_lookup_max
+        if longest is None:
+            longest = 0 if self.needs_drafter else max(4, self.prompt_lookup_min)
+        return (self.prompt_lookup_min, longest) if longest else None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -284,6 +310,39 @@ class SpeculativeConfig:
             self.draft_sample_method in DRAFT_SAMPLE_METHODS,
             f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {self.draft_sample_method!r}",
         )
+        _check(
+            isinstance(self.adaptive_length, bool),
+            f"adaptive_length must be True or False, got {self.adaptive_length!r}",
+        )
+        _check(
+            not self.adaptive_length or self.draft_sample_method == "greedy",
+            "adaptive_length needs draft_sample_method greedy: with probabilistic, a seeded request's tokens would "
+            "depend on the lengths",
+        )
+        self._check_lookup()
+
+    def _check_lookup(self) -> None:
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        _check(
+            is_integer(shortest) and shortest >= 1,
+            f"prompt_lookup_min must be an integer of at least 1, got {shortest!r}",
+        )
+        _check(
+            longest is None or longest == 0 or (is_integer(longest) and longest >= shortest),
+            f"prompt_lookup_max must be 0 or an integer of at least prompt_lookup_min ({shortest}), got {longest!r}",
+        )
+        _check(
+            self.lookup_lengths is None or self.draft_sample_method == "greedy",
+            "looking tokens up needs draft_sample_method greedy: they are not drawn from a distribution",
+        )
+        if self.needs_drafter:
+            return
+        _check(
+            self.model is None,
+            f"speculative method ngram needs no drafter, and {self.model!r} is one; leave out the model or the method",
+        )
+        _check(longest != 0, "speculative method ngram looks tokens up: prompt_lookup_max must be at least 1")
+        _check(not self.adaptive_length, "adaptive_length needs a drafter; method ngram drafts only what it finds")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":
@@ -327,9 +386,9 @@ class EngineConfig:
             of the free memory, and never below one sequence of `max_model_len`.
         seed: source of the seeds of requests that have none.
         threads: compute threads; None takes the cores available to the process.
-        speculation: False decodes without the drafter that `speculative_config` names.
-        speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None does not
-            speculate.
+        speculation: False decodes without a drafter.
+        speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None speculates
+            with the drafter that comes with Sparkgap for the target, if there is one.
         graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
         task_pipeline: one of `TASK_PIPELINES`, or True or False: whether rounds are chained on the device, so that the
             host learns of a round while the next one runs. Requests that this cannot serve take rounds that the host

@@ -47,3 +47,11 @@ class ServerError(SparkgapError):
 
 class EngineError(SparkgapError):
     """Computing a request failed; the message names the model. Other requests are not affected."""
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped for good after a failure of its own; no request can be served any more."""
+
+
+class EngineClosedError(EngineError):
+    """The engine takes no new requests: it is being shut down."""

@@ -210,6 +210,21 @@ def test_engine_columns(pair):
     assert other.facts["speculation"]["num_speculative_tokens"] == 5
 
 
+def test_every_answer_computes_its_prompt(pair):
+    column = EngineColumn(LLM(pair[0], speculation=False, enable_prefix_caching=True, **SETTINGS))
+    computed = []
+    prefill = column._llm._engine.runner.prefill
+
+    def count(chunks):
+        computed.append(sum(chunk.end - chunk.sequence.num_computed_tokens for chunk in chunks))
+        return prefill(chunks)
+
+    column._llm._engine.runner.prefill = count
+    for _ in range(3):
+        column.generate(list(range(60)), 2)
+    assert computed == [60, 60, 60]
+
+
 def test_synthetic_prompt_and_room(pair):
     llm = LLM(pair[0], speculation=False, **SETTINGS)
     for number in (1, 77, 5000):

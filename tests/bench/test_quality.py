@@ -108,7 +108,7 @@ def test_the_commands(sparkgap: Program, model: Path, tmp_path: Path) -> None:
         (("bench", "quality", "--text", "{new}"), "no text file"),
         (("bench", "quality", "--context", "1"), "context must be at least 2"),
         (("bench", "quality", "--max-tokens", "0"), "max-tokens must be at least 1"),
-        (("bench", "quality", "--also", "{new}"), "no such model directory"),
+        (("bench", "quality", "--also", "{new}"), "no model directory"),
         (("generate", "a", "--quantization", "w8a8-static"), "needs calibrated activation scales"),
     ],
 )

@@ -29,7 +29,9 @@ from sparkgap.catalog.drafters import (
     tensor_shapes,
     vocabulary_tensors,
     write_speculators,
+    write_speculators_config,
 )
+from sparkgap.catalog.identity import TargetIdentity
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 LAYERS: dict[str, Any] = {
@@ -407,6 +409,53 @@ def test_writes_the_keys_that_other_engines_read(tmp_path: Path) -> None:
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
 
 
+def test_what_only_this_engine_reads_comes_back(tmp_path: Path) -> None:
+    identity = TargetIdentity("LlamaForCausalLM", 12, 16, 40, "ab12", "cd34")
+    settings = replace(
+        read_settings(SPECULATORS, "d"),
+        default_speculative_tokens=3,
+        confidence_scaling=tuple((1.0 + place, place - 2.5) for place in range(8)),
+        made_for=identity,
+    )
+    write_speculators(tmp_path, settings, tensors_of(settings, optional=True), verifier="t")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert config["block_size"] == 8
+    found = read_settings(config, "d")
+    assert replace(found, transformer={}) == replace(settings, transformer={})
+    later = replace(settings, default_speculative_tokens=None, confidence_scaling=())
+    write_speculators_config(tmp_path, later, verifier="t")
+    rewritten = read_settings(json.loads((tmp_path / "config.json").read_text()), "d")
+    assert replace(rewritten, transformer={}) == replace(later, transformer={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 8, 9, True, "3", None, 2.5])
+def test_a_default_that_is_no_part_of_a_block_is_the_whole_block(tokens: Any) -> None:
+    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]}
+    settings = read_settings({**SPECULATORS, "speculators_config": proposals}, "d")
+    assert (settings.default_speculative_tokens, settings.max_speculative_tokens) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        (3, "sparkgap.confidence_calibration must be an object"),
+        ({"temperatures": [1.0] * 7, "offsets": [0.0] * 8}, "temperatures must be 8 numbers above 0"),
+        ({"temperatures": [1.0] * 7 + [0.0], "offsets": [0.0] * 8}, "temperatures must be 8 numbers above 0"),
+        ({"temperatures": [1.0] * 8}, "offsets must be 8 finite numbers"),
+        ({"temperatures": [1.0] * 8, "offsets": [0.0] * 7 + [math.inf]}, "offsets must be 8 finite numbers"),
+        ({"temperatures": "12345678", "offsets": [0.0] * 8}, "temperatures must be 8 numbers above 0"),
+    ],
+)
+def test_a_damaged_calibration_is_refused(calibration: Any, message: str) -> None:
+    config = {**SPECULATORS, "sparkgap": {"confidence_calibration": calibration}}
+    with pytest.raises(CheckpointError, match=message):
+        read_settings(config, "d")
+    without_head = {**config, "enable_confidence_head": False}
+    assert read_settings(without_head, "d").confidence_scaling == ()
+
+
 def test_refuses_to_write_what_others_cannot_read(tmp_path: Path) -> None:
     settings = read_settings(SPECULATORS, "d")
     tensors = tensors_of(settings, optional=True)
@@ -450,7 +499,7 @@ def check_line(message: str) -> None:
 def test_values_of_every_kind_are_read_or_refused(config: dict[str, Any]) -> None:
     values: list[Any] = ["abc", "4", "", -1, 0, 2.5, True, None, [], [1], {}, {"a": 1}, 10**12, 10**400, math.nan]
     values += [{"proposal_methods": [5]}, {"proposal_methods": {"a": 1}}, {"use_swa": 1}]
-    keys = {*SPECULATORS, *DEEPSPEC, "dflash_config", "speculators_config", "is_causal", "sliding_window_non_causal"}
+    keys = {*SPECULATORS, *DEEPSPEC, "dflash_config", "sparkgap", "is_causal", "sliding_window_non_causal"}
     for key in sorted(keys):
         for value in values:
             changed = {**without(config, "sample_from_anchor"), key: value}

@@ -533,3 +533,10 @@ def test_chat_templates_of_no_known_form(tmp_path: Path, trained: Backend, templ
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(CheckpointError, match="chat_template of an unknown form"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_long_texts_are_encoded_like_short_ones(trained: Backend) -> None:
+    tokenizer = Tokenizer(trained)
+    text = "abc \u00e9\u65e5 \n" * 1000
+    assert tokenizer.encode(text) == trained.encode(text).ids
+    assert tokenizer.encode(text) == tokenizer.encode(text[:4000]) + tokenizer.encode(text[4000:])

@@ -53,9 +53,9 @@ class Side:
         return [buffer.clone() for cache in self.guarded for buffer in cache.buffers]
 
 
-def make_sides(modes: tuple[str, ...] = MODES, quantization: Any = None, threads: int = 2) -> dict[str, Side]:
+def make_sides(modes: tuple[str, ...] = MODES, quantization: Any = None) -> dict[str, Side]:
     """One eager side, and one captured side for each mode, over the same networks."""
-    kernels = NativeKernels(threads=threads, quantization=quantization)
+    kernels = NativeKernels(threads=1, quantization=quantization)
     target = random_target(1, kernels)
     settings = replace(SETTINGS, block_size=N, markov_rank=12)
     tensors = random_tensors(settings, own_head=True)
@@ -82,6 +82,11 @@ def make_sides(modes: tuple[str, ...] = MODES, quantization: Any = None, threads
         return Side(captured, own + draft)
 
     return {mode: side(mode) for mode in ("eager", *modes)}
+
+
+def captured_passes(side: Side) -> CapturedPasses:
+    assert isinstance(side.passes, CapturedPasses)
+    return side.passes
 
 
 def some_batch(chance: random.Random, sequences: int) -> ForwardBatch:
@@ -156,35 +161,31 @@ def test_paired_updates(sides: dict[str, Side], accepted_rows: int) -> None:
 @torch.inference_mode()
 def test_thousands_of_updates_with_changing_sequences(quantization: str | None) -> None:
     """Lengths, tables, slots, numbers of sequences and of accepted rows change; nothing is captured any more."""
-    sides = make_sides(("masked", "compact"), quantization, threads=1)
+    sides = make_sides(("masked", "compact"), quantization)
     chance = random.Random(3)
-    captures = {}
-    rounds = 700
+    executor = captured_passes(sides["masked"])._executor
+    captures, rounds = executor.captures, 700
     for turn in range(rounds):
         number = chance.randint(1, MAX_SEQUENCES)
         batch = some_batch(chance, number)
         slots = masked_slots(batch, [chance.randint(1, ROWS) for _ in range(number)])
-        for name, side in sides.items():
+        for side in sides.values():
             update(side, batch, slots)
-            if isinstance(side.passes, CapturedPasses):
-                counters = side.passes.report()
-                captures.setdefault(name, counters.captures_at_startup)
-                assert counters.captures_at_startup == captures[name]
+        assert executor.captures == captures
         if turn % 50 == 0 or turn == rounds - 1:
             for side in sides.values():
                 for ours, theirs in zip(side.contents(), sides["eager"].contents(), strict=True):
                     assert torch.equal(ours, theirs)
-    for side in sides.values():
-        if isinstance(side.passes, CapturedPasses):
-            counters = side.passes.report()
-            assert counters.replays == {"target": rounds, "context": rounds}
-            assert not counters.eager
+    for name in ("masked", "compact"):
+        counters = captured_passes(sides[name]).report()
+        assert counters.replays == {"target": rounds, "context": rounds}
+        assert not counters.eager
 
 
 @pytest.mark.parametrize("mode", MODES)
 @torch.inference_mode()
 def test_an_update_without_accepted_rows_writes_nothing(mode: str) -> None:
-    side = make_sides((mode,), threads=1)[mode]
+    side = make_sides((mode,))[mode]
     batch = some_batch(random.Random(0), 3)
     output = side.passes.decode(batch)
     before = side.contents()
@@ -195,21 +196,19 @@ def test_an_update_without_accepted_rows_writes_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_capture_writes_nothing_and_replays_nothing_for_good(mode: str) -> None:
-    side = make_sides((mode,), threads=1)[mode]
+    side = make_sides((mode,))[mode]
     for buffer in side.contents():
         assert bool((buffer == GUARD).all())
-    assert isinstance(side.passes, CapturedPasses)
-    assert not side.passes.report().replays
+    assert not captured_passes(side).report().replays
 
 
 @torch.inference_mode()
 def test_off_counts_neither_replays_nor_eager_passes() -> None:
     """It is what the setting says, not a pass outside a graph's capacity."""
-    side = make_sides(("off",), threads=1)["off"]
+    side = make_sides(("off",))["off"]
     batch = some_batch(random.Random(1), 2)
     update(side, batch, masked_slots(batch, [1, 8]))
-    assert isinstance(side.passes, CapturedPasses)
-    counters = side.passes.report()
+    counters = captured_passes(side).report()
     assert counters.report()["replays"] == {"target": 1, "draft": 0, "context": 0}
     assert counters.report()["eager"] == {}
 
@@ -217,7 +216,7 @@ def test_off_counts_neither_replays_nor_eager_passes() -> None:
 @pytest.mark.parametrize("mode", ["masked", "compact"])
 @torch.inference_mode()
 def test_more_sequences_than_graphs_is_counted(mode: str) -> None:
-    sides = make_sides((mode,), threads=1)
+    sides = make_sides((mode,))
     chance = random.Random(2)
     blocks = iter(range(BLOCKS))
     spans = []
@@ -230,9 +229,7 @@ def test_more_sequences_than_graphs_is_counted(mode: str) -> None:
         update(side, batch, slots)
     for ours, theirs in zip(sides[mode].contents(), sides["eager"].contents(), strict=True):
         assert torch.equal(ours, theirs)
-    captured = sides[mode].passes
-    assert isinstance(captured, CapturedPasses)
-    assert {family for family, _ in captured.report().eager} == {"target", "context"}
+    assert {family for family, _ in captured_passes(sides[mode]).report().eager} == {"target", "context"}
 
 
 @given(st.integers(1, 600), st.integers(1, 40))

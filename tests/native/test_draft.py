@@ -91,6 +91,8 @@ def test_chain_equals_the_reference(make: Make, variant: str, kind: str, data: s
     sequences, lead = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 2))
     rows, seed = lead + data.draw(st.integers(1, 6)), data.draw(st.integers(0, 999))
     heads = make_heads(kind, vocab, draft_vocab, hidden, rank, data.draw(st.sampled_from(["none", "plain", "markov"])))
+    if data.draw(st.booleans()):
+        heads = heads.calibrate([(0.5 + 0.75 * place, place - 1.5) for place in range(rows - lead)])
     kernels = make(variant)
     inputs = block(sequences, rows, vocab, draft_vocab, hidden, seed)
     chain = kernels.draft_chain(*inputs, prepared(kernels, heads), lead)

@@ -166,8 +166,8 @@ def test_wrong_operands_are_refused() -> None:
         kernels.executor.norm_linear(x[:, :8], None, norm[:8], 0.0, weight.packed, out, None)
     with pytest.raises(ValueError, match="out must be"):
         kernels.executor.silu_linear(torch.zeros(2, 32), weight.packed, out[:1])
+    plain = NativeKernels(threads=1).prepare_linear(torch.zeros(8, 16))
     with pytest.raises(ValueError, match="weight must be int8"):
-        plain = NativeKernels(threads=1).prepare_linear(torch.zeros(8, 16))
         kernels.executor.silu_linear(torch.zeros(2, 32), plain.packed, out)
     cache = KVCache(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16))
     table, place = RotaryTable(torch.ones(4, 8), torch.zeros(4, 8)), torch.zeros(2, dtype=torch.int64)
@@ -193,15 +193,15 @@ def test_wrong_operands_are_refused() -> None:
 
 def test_profile_times_every_share_of_every_call() -> None:
     kernels = NativeKernels(threads=3, quantization="w8a8")
-    weight, x = kernels.prepare_linear(randn(64, 32, seed=0)), randn(5, 32, seed=1)
+    weight, x, norm = kernels.prepare_linear(randn(64, 32, seed=0)), randn(5, 32, seed=1), torch.ones(32)
     graph = CpuGraph(kernels.executor)
     with pytest.raises(CaptureError, match="no calls"):
         graph.profile()
     with graph.capture():
-        recorded = kernels.norm_linear(x, None, torch.ones(32), 1e-5, weight)[0]
+        recorded = kernels.norm_linear(x, None, norm, 1e-5, weight)[0]
     timings = graph.profile(3)
     assert [timing.kind for timing in timings] == ["NormQuantize", "LinearInt8"]
     assert all(len(timing.share_ns) == 3 and min(timing.share_ns) >= 0 for timing in timings)
-    assert torch.equal(recorded, kernels.norm_linear(x, None, torch.ones(32), 1e-5, weight)[0])
+    assert torch.equal(recorded, kernels.norm_linear(x, None, norm, 1e-5, weight)[0])
     with pytest.raises(ValueError, match="repeats must be at least 1"):
         graph.profile(0)

@@ -122,6 +122,22 @@ def test_other_python_threads_run_meanwhile(make: Make, variant: str) -> None:
     assert during > 0
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity cannot be set")
+def test_one_core_by_affinity(make: Make, variant: str) -> None:
+    """As inside `taskset`: as many threads as cores by default, and more of them when asked, with the same bits."""
+    before = os.sched_getaffinity(0)
+    expected = work(make(variant, 1), 0)
+    _native.shutdown_pool()
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert make(variant, None).executor.threads == 1
+        assert torch.equal(work(make(variant, 3), 0, 10), work(make(variant, 1), 0, 10))
+        assert torch.equal(work(make(variant, None), 0), expected)
+    finally:
+        os.sched_setaffinity(0, before)
+        _native.shutdown_pool()
+
+
 def test_variant_can_be_forced(make: Make, variant: str) -> None:
     assert make(variant).executor.variant == variant
 

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tiny_models import CPU, Session, Tensors, random_tokens, read_safetensors, tiny_model
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.catalog.checkpoint import Checkpoint, open_path
 from sparkgap.errors import CheckpointError, ConfigError, PromptError
 from sparkgap.models.config import ModelConfig
-from sparkgap.models.loading import expected_shapes
+from sparkgap.models.loading import expected_shapes, load_target
+from sparkgap.ops import TorchKernels
 from sparkgap.quantize.calibration import InputStatistics, observe
 from sparkgap.quantize.run import quantize
 from sparkgap.quantize.smoothing import smoothed
@@ -161,8 +163,6 @@ def test_a_model_that_computes_nonsense_is_refused(tmp_path: Path, windows: list
     broken = open_path("broken", path)
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.0.input_layernorm.weight"][:] = math.inf
-    from tiny_models import Tensors
-
     with pytest.raises(CheckpointError, match="not finite"):
         observe(broken.config, Tensors(tensors), windows, threads=1)
 
@@ -194,3 +194,25 @@ def test_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "f.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptError, match="UTF-8"):
         read_calibration(tmp_path / "f.txt", llm, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+        ("qwen2", {}),
+        ("qwen3", {"num_key_value_heads": 3}),
+        ("mistral", {"sliding_window": 16}),
+    ],
+)
+def test_smoothing_leaves_every_family_as_it_is(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), read_safetensors(tmp_path)
+    tokens = random_tokens(60)
+    weights = smoothed(ModelConfig.from_hf(config), tensors, observe(config, tensors, [tokens], threads=1), 0.85)
+    found = []
+    for source in (tensors, weights):
+        decoder = load_target(config, source, kernels=TorchKernels(), dtype=torch.float32, device=CPU)
+        found.append(Session(decoder, 1).logits({0: tokens}))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+    assert not torch.equal(*found)

@@ -19,6 +19,7 @@ from sparkgap.train.config import (
     ("make", "message"),
     [
         (lambda: ConversationConfig(answer_tokens=0), "answer_tokens"),
+        (lambda: NetworkConfig(markov_head_type="lstm"), "markov_head_type must be one of vanilla, gated, rnn"),
         (lambda: ConversationConfig(lanes=True), "lanes"),
         (lambda: ConversationConfig(answer_temperatures=()), "answer_temperatures"),
         (lambda: ConversationConfig(user_temperatures=(float("nan"),)), "user_temperatures"),

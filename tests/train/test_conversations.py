@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from sparkgap.catalog.checkpoint import open_checkpoint
 from sparkgap.errors import ConfigError
 from sparkgap.models.loading import load_target
-from sparkgap.train.conversations import file_turns, plain_encoding, read_prompts
+from sparkgap.train.config import FeatureConfig
+from sparkgap.train.conversations import SampledTokens, collect, file_turns, plain_encoding, read_prompts
 from sparkgap.train.features import Examples, write_shard
 from sparkgap.train.generation import Conversation, ConversationSampler, LaneKernels
 from sparkgap.train.openers import opener
+from sparkgap.train.progress import Bar, Progress
 from sparkgap.train.template import turn_template
 
 
@@ -143,3 +146,67 @@ def test_a_template_that_repeats_the_user_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="writes the user's text 2 times"):
         turn_template(checkpoint)
     checkpoint.tokenizer.chat_template = before
+
+
+class Shown:
+    """What a bar was told."""
+
+    def __init__(self):
+        self.done = self.total = self.initial = 0
+
+    def set(self, done):
+        self.done = done
+
+    def expect(self, total):
+        self.total = total
+
+    def start_from(self, done):
+        self.initial = self.done = done
+
+
+def test_the_count_foresees_whole_shards():
+    shown = Shown()
+    counts = SampledTokens(1000, 4, None, shown)
+    assert counts.expected() == 1000
+    counts.finish(0, 300, sampled_before=True)
+    assert (shown.done, shown.total, shown.initial) == (300, 300 + 3 * 300, 300)
+    counts.add(1, 100)
+    counts.add(2, 50)
+    assert (shown.done, shown.total) == (450, 300 + 3 * 300)
+    counts.finish(1, 700, sampled_before=False)
+    assert (shown.done, shown.total) == (750, 700 + 333)
+    counts.finish(2, 1100, sampled_before=False)
+    assert (shown.done, shown.total, shown.initial) == (1100, 1100, 300)
+
+
+def test_the_count_ends_with_the_given_turns():
+    shown = Shown()
+    counts = SampledTokens(100_000, 4, 2, shown)
+    counts.finish(0, 300, sampled_before=False)
+    assert (shown.done, shown.total) == (300, 600)
+    counts.finish(1, 500, sampled_before=False)
+    assert (shown.done, shown.total) == (500, 500)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_count_ends_at_what_there_is(settings, target, checkpoint, tmp_path, monkeypatch, workers):
+    config = settings(conversation={"answer_tokens": 30, "shard_conversations": 6}).conversation
+    features = FeatureConfig((0,), 4)
+    progress = Progress(Console(quiet=True))
+    shown = []
+    set_ = Bar.set
+
+    def recorded(self, done, note=""):
+        set_(self, done, note)
+        shown.append((done, self.total, self._initial))
+
+    monkeypatch.setattr(Bar, "set", recorded)
+    arguments = (target, workers, turn_template(checkpoint), checkpoint.tokenizer, config, features, 0, progress)
+    paths = collect(tmp_path, *arguments)
+    tokens = Examples(paths).answer_tokens
+    assert tokens > config.answer_tokens
+    assert shown[-1] == (tokens, tokens, 0)
+    assert all(done <= total for done, total, _ in shown)
+    shown.clear()
+    assert collect(tmp_path, *arguments) == paths
+    assert shown[-1] == (tokens, tokens, tokens)

@@ -14,6 +14,7 @@ from sparkgap.models.loading import load_target
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.batches import DraftVocabulary
 from sparkgap.train.config import NetworkConfig, TrainConfig
+from sparkgap.train.evaluate import draft_greedily
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.network import AnchorBatch
 from sparkgap.train.run import build_network
@@ -32,14 +33,15 @@ def target(tiny_target) -> Decoder:
     )
 
 
-def random_network(target, method, layers, kv_heads):
+def random_network(target, method, layers, kv_heads, head="vanilla"):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randperm(CONFIG["vocab_size"], generator=generator)[:90].sort().values
     draft_ids = torch.full((CONFIG["vocab_size"],), -1)
     draft_ids[ids] = torch.arange(90)
     rows = torch.zeros(CONFIG["vocab_size"], dtype=torch.int64)
     rows[5:200] = torch.arange(1, 196)
-    config = TrainConfig("tiny", target_out(), network=NetworkConfig(method, layers, 4, 90, 3, num_kv_heads=kv_heads))
+    wanted = NetworkConfig(method, layers, 4, 90, 3, num_kv_heads=kv_heads, markov_head_type=head)
+    config = TrainConfig("tiny", target_out(), network=wanted)
     # Powers of two, so that folding them into `fc` rounds nothing.
     scale = 2.0 ** torch.randint(-3, 4, (target.config.hidden_size,), generator=generator)
     vocabulary = DraftVocabulary(ids, draft_ids, 1.0)
@@ -62,10 +64,19 @@ def target_out():
     return Path("unused")
 
 
-@pytest.mark.parametrize(("method", "layers", "kv_heads"), [("dspark", 2, None), ("dspark", 1, 4), ("dflash", 2, None)])
+@pytest.mark.parametrize(
+    ("method", "layers", "kv_heads", "head"),
+    [
+        ("dspark", 2, None, "vanilla"),
+        ("dspark", 1, 4, "vanilla"),
+        ("dspark", 1, None, "gated"),
+        ("dspark", 2, None, "rnn"),
+        ("dflash", 2, None, "vanilla"),
+    ],
+)
 @torch.no_grad()
-def test_exported_network_serves_the_trained_function(target, tmp_path, method, layers, kv_heads):
-    network, vocabulary = random_network(target, method, layers, kv_heads)
+def test_exported_network_serves_the_trained_function(target, tmp_path, method, layers, kv_heads, head):
+    network, vocabulary = random_network(target, method, layers, kv_heads, head)
     lead, tokens = network.shape.lead_rows, 4
     settings = drafter_settings(network, method, target.config, (0,), tokens)
     export(tmp_path / "drafter", network, vocabulary, settings, "tiny", ["LlamaForCausalLM"])
@@ -81,11 +92,9 @@ def test_exported_network_serves_the_trained_function(target, tmp_path, method, 
     anchor_tokens = torch.randint(0, 264, (5,), generator=generator)
     batch = AnchorBatch(torch.cat(taps), lengths, anchors, anchor_tokens, tokens + lead)
     hidden = network(batch).view(5, tokens, -1)
-    previous = torch.randint(0, 264, (5, tokens), generator=generator)
-    markov = network.markov_states(previous.flatten()).view(5, tokens, -1)
-    trained = hidden @ network.head.T + markov @ network.markov_output().T
+    previous = vocabulary.ids[torch.randint(0, 90, (5, tokens), generator=generator)]
 
-    served, row = [], 0
+    row = 0
     for states, places in zip(taps, anchors, strict=True):
         count = states.shape[0]
         backbone = drafter.config.backbone
@@ -98,20 +107,24 @@ def test_exported_network_serves_the_trained_function(target, tmp_path, method, 
         torch.testing.assert_close(draft.hidden, hidden[row : row + len(places)], rtol=1e-4, atol=1e-5)
 
         def pick(step: int, logits: torch.Tensor, row: int = row, count: int = len(places)) -> torch.Tensor:
-            served.append((row, step, logits))
-            following = previous[row : row + count, min(step + 1, tokens - 1)]
-            return vocabulary.draft_ids[following].clamp_min(0)
+            return vocabulary.draft_ids[previous[row : row + count, step]]
 
-        proposal = drafter.propose(anchor_tokens[row : row + len(places)], draft, pick)
+        own_anchors, own_hidden = anchor_tokens[row : row + len(places)], hidden[row : row + len(places)].flatten(0, 1)
+        proposal = drafter.propose(own_anchors, draft, pick)
+        before = torch.cat([own_anchors[:, None], previous[row : row + len(places), :-1]], dim=1)
+        markov = network.markov_states(before.flatten())
+        latents = network.markov_latents(own_hidden, markov, tokens)
+        trained = own_hidden @ network.head.T + latents @ network.markov_output().T
+        torch.testing.assert_close(proposal.draft_logits.flatten(0, 1), trained, rtol=1e-4, atol=1e-4)
+        assert (proposal.confidences is None) == (method == "dflash")
         if proposal.confidences is not None:
-            chosen = torch.cat([anchor_tokens[row : row + len(places), None], proposal.token_ids[:, :-1]], dim=1)
-            states_before = network.markov_states(chosen.flatten())
-            logits = network.confidence_logits(hidden[row : row + len(places)].flatten(0, 1), states_before)
-            torch.testing.assert_close(proposal.confidences.flatten(), logits.sigmoid(), rtol=1e-4, atol=1e-4)
+            confidences = network.confidence_logits(own_hidden, markov).sigmoid()
+            torch.testing.assert_close(proposal.confidences.flatten(), confidences, rtol=1e-4, atol=1e-4)
+        drafted = draft_greedily(
+            network, AnchorBatch(states, [count], [places], own_anchors, tokens + lead), vocabulary.ids
+        )
+        assert torch.equal(drafter.propose(own_anchors, draft).token_ids, drafted)
         row += len(places)
-    if method == "dflash":
-        for start, step, logits in served:
-            torch.testing.assert_close(logits, trained[start : start + len(logits), step], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

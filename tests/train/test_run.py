@@ -8,8 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sparkgap.catalog.checkpoint import open_checkpoint
+from sparkgap.catalog.drafter_settings import read_settings
+from sparkgap.catalog.drafters import open_drafter
+from sparkgap.catalog.identity import identify_target
+from sparkgap.catalog.json_files import read_json
 from sparkgap.errors import ConfigError
+from sparkgap.models.cache import allocate_caches
+from sparkgap.models.drafter import Drafter
+from sparkgap.models.loading import load_target
+from sparkgap.ops import NativeKernels
+from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train import conversations, loop
+from sparkgap.train.calibration import Calibration
 from sparkgap.train.run import train
 from tests.train.conftest import make_settings
 
@@ -113,6 +124,86 @@ def test_finished_shards_are_not_sampled_again(quiet, monkeypatch, whole):
     assert_same(before, drafter(whole))
 
 
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_other_heads_are_trained_and_continued(settings, quiet, monkeypatch, head):
+    wanted = {"markov_head_type": head}
+    sampling = {"max_positions": 64}
+    config, killed = (settings(name, network=wanted, conversation=sampling) for name in ("whole", "killed"))
+    report = train(config, quiet)
+    name = {"gated": "gate_proj", "rnn": "joint_proj"}[head]
+    written = drafter(config)
+    assert written[f"markov_head.{name}.weight"].abs().sum() > 0
+    assert written["markov_head.markov_w2.weight"].abs().sum() > 0
+    last = report["curve"][-1]["held_out"]["accepted_per_round"]
+    assert report["held_out"]["accepted_per_round"] == pytest.approx(last, abs=0.3)
+    step, calls = loop.Trainer._step, []
+
+    def killed_step(self, *arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Killed
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_step", killed_step)
+        with pytest.raises(Killed):
+            train(killed, quiet)
+    train(killed, quiet)
+    assert_same(written, drafter(killed))
+
+
+def test_the_drafter_says_what_it_was_made_for(whole, tiny_target):
+    settings = read_settings(read_json(whole.out / "config.json"), "whole")
+    checkpoint = open_checkpoint(str(tiny_target))
+    assert settings.made_for == identify_target(checkpoint.config, checkpoint.weights)
+
+
+def test_calibration_is_written_and_served(settings, quiet, monkeypatch, tiny_target):
+    found = Calibration([0.5, 2.0, 4.0], [0.5, -1.0, 0.0], 10, [0.3] * 3, [0.1] * 3)
+    monkeypatch.setattr("sparkgap.train.evaluation_stage.calibrate", lambda *_: found)
+    config = settings()
+    report = train(config, quiet)
+    assert report["confidence_calibration"]["temperatures"] == found.temperatures
+    checkpoint = open_drafter(str(config.out))
+    assert checkpoint.settings.confidence_scaling == ((0.5, 0.5), (2.0, -1.0), (4.0, 0.0))
+    target_files = open_checkpoint(str(tiny_target))
+    for kernels in (TorchKernels(), NativeKernels(1, None)):
+        target = load_target(
+            target_files.config, target_files.weights, kernels=kernels, dtype=torch.float32, device=torch.device("cpu")
+        )
+        plain = replace(checkpoint, settings=replace(checkpoint.settings, confidence_scaling=()))
+        calibrated, uncalibrated = (
+            Drafter.from_checkpoint(c, target, kernels, torch.float32) for c in (checkpoint, plain)
+        )
+        caches = allocate_caches(1, 2, 8, 1, 8, torch.float32, target.device)
+        anchors, lengths = torch.tensor([7, 9]), torch.tensor([0, 0])
+        draft = uncalibrated.draft(anchors, lengths, torch.zeros(2, 1, dtype=torch.int32), caches, 3, 8)
+        before = uncalibrated.propose(anchors, draft)
+        assert (before.confidences != 0.5).all()
+        expected = (
+            before.confidences.logit() / torch.tensor(found.temperatures) + torch.tensor(found.offsets)
+        ).sigmoid()
+
+        def largest(_: int, logits: torch.Tensor) -> torch.Tensor:
+            return logits.argmax(-1)
+
+        for after in (calibrated.propose(anchors, draft), calibrated.propose(anchors, draft, largest)):
+            torch.testing.assert_close(after.confidences, expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(after.token_ids, before.token_ids)
+
+
+def test_a_run_from_before_a_setting_existed_continues(whole, quiet, tmp_path):
+    """It was begun with what is now the setting's default."""
+    file = whole.out / "work" / "settings.json"
+    settings = json.loads(file.read_text())
+    del settings["network"]["markov_head_type"]
+    file.write_text(json.dumps(settings))
+    train(whole, quiet)
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="markov_head_type = 'vanilla', and is now given 'rnn'"):
+        train(replace(whole, network=replace(whole.network, markov_head_type="rnn")), quiet)
+
+
 def test_other_settings_do_not_continue_a_run(quiet, whole):
     changed = replace(whole, network=replace(whole.network, markov_rank=2))
     with pytest.raises(ConfigError, match=r"network\.markov_rank = 4, and is now given 2"):
@@ -148,6 +239,16 @@ def test_too_little_memory_is_refused(settings, quiet, monkeypatch):
 
 def test_evaluation_prompts_are_measured(settings, quiet, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "abc"}\n{"prompt": "hello"}\n')
-    report = train(settings(evaluation_prompts=prompts), quiet)
-    assert report["evaluation_prompts"]["rounds"] > 0
+    lines = [{"prompt": "abc", "category": "x"}, {"prompt": "hello"}, {"prompt": "zq", "category": "y"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = train(settings(evaluation_prompts=prompts), quiet)["evaluation_prompts"]
+    assert list(report["categories"]) == ["x", "y"]
+    parts = [category["rounds"] for category in report["categories"].values()]
+    assert min(parts) > 0
+    assert sum(parts) < report["rounds"]
+
+
+def test_evaluation_prompts_that_cannot_be_read_are_refused_first(settings, quiet, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparkgap.train.run.collect", None)
+    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
+        train(settings(evaluation_prompts=tmp_path / "none.jsonl"), quiet)

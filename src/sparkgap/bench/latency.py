@@ -99,11 +99,13 @@ class EngineColumn:
 
     def generate(self, token_ids: Sequence[int], num_tokens: int) -> Generation:
         """See `Column.generate`. Raises EngineError when computing failed."""
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        # Every turn gives the same prompts; each is to be read in full.
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, skip_reading_prefix_cache=True)
         output = self._llm.generate([list(token_ids)], params)[0]
         metrics = output.metrics
         assert metrics is not None
         assert metrics.ttft_ms is not None
+        assert not metrics.num_cached_tokens, "a prompt that was not computed is no measure"
         return Generation(
             output.outputs[0].token_ids,
             metrics.ttft_ms,

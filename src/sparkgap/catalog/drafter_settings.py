@@ -1,10 +1,13 @@
 """What a draft checkpoint says about itself, read from the two formats that exist into one meaning."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparkgap.catalog.identity import TargetIdentity, read_identity
 from sparkgap.catalog.keys import LARGEST_INTEGER, Keys, shown
+from sparkgap.config import is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 DraftMethod = Literal["dspark", "dflash"]
@@ -25,11 +28,15 @@ _LARGEST_BLOCK = 1024
 _MOST_LAYERS = 1000
 """Far above any drafter; damaged numbers must not cost memory."""
 
+OWN_KEY = "sparkgap"
+"""Key of config.json for what no other engine writes; others ignore it."""
+
 _HEAD_KEYS = frozenset(
     {
         "architectures", "auto_map", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers",
         "target_hidden_size", "num_anchors", "draft_vocab_size", "sample_from_anchor", "markov_rank",
         "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "dflash_config", "is_causal",
+        OWN_KEY, "speculators_config",
     }
 )  # fmt: skip
 """Top-level keys of a DeepSpec config that are not the transformer's."""
@@ -73,6 +80,11 @@ class DrafterSettings:
         confidence_head: whether the checkpoint has one.
         confidence_head_with_markov: whether its input has the embedding of the token before.
         num_target_layers: layers of the target it was trained for, when the checkpoint says so.
+        default_speculative_tokens: draft tokens a round unless the user says otherwise, where that is not a whole
+            block: `speculative_tokens` of the first proposal method in the speculators format, as in vLLM.
+        confidence_scaling: for each token of a block the temperature that its confidence's logit is divided by and the
+            offset that is then added; empty without calibration.
+        made_for: the target it was trained for, when the checkpoint says so.
     """
 
     method: DraftMethod
@@ -90,6 +102,14 @@ class DrafterSettings:
     confidence_head: bool = False
     confidence_head_with_markov: bool = False
     num_target_layers: int | None = None
+    default_speculative_tokens: int | None = None
+    confidence_scaling: tuple[tuple[float, float], ...] = ()
+    made_for: TargetIdentity | None = None
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """Most tokens one block predicts."""
+        return self.block_size - (0 if self.sample_from_anchor else 1)
 
 
 def parse_method(method: object, name: str) -> DraftMethod:
@@ -166,12 +186,42 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
 def _layout_from_proposals(config: Mapping[str, Any], name: str, block_size: int, method: DraftMethod) -> bool:
     """Whether the anchor predicts, for checkpoints written before the format had a key for it: as many
     speculative tokens as block rows mean that it does, one fewer that it does not."""
-    proposals = (_keys(config, name).mapping("speculators_config") or {}).get("proposal_methods")
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    tokens = _proposed_tokens(config, name)
     if tokens in (block_size, block_size - 1):
         return bool(tokens == block_size)
     return method == "dspark"
+
+
+def _proposed_tokens(config: Mapping[str, Any], name: str) -> object:
+    """`speculative_tokens` of the first proposal method."""
+    proposals = (_keys(config, name).mapping("speculators_config") or {}).get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+
+
+def _default_tokens(config: Mapping[str, Any], name: str, most: int) -> int | None:
+    """Draft tokens a round that the checkpoint asks for; None where that is a whole block, or nothing usable."""
+    tokens = _proposed_tokens(config, name)
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens < most else None
+
+
+def _confidence_scaling(own: Keys, label: str, tokens: int) -> tuple[tuple[float, float], ...]:
+    values = own.mapping("confidence_calibration")
+    if values is None:
+        return ()
+    keys = Keys(values, label)
+    for key in ("temperatures", "offsets"):
+        numbers = values.get(key)
+        above = 0 if key == "temperatures" else -math.inf
+        if (
+            not isinstance(numbers, list | tuple)
+            or len(numbers) != tokens
+            or not all(is_finite(number) and number > above for number in numbers)
+        ):
+            kind = "numbers above 0" if key == "temperatures" else "finite numbers"
+            raise keys.wrong(key, f"{tokens} {kind}, one for each token of a block", numbers)
+    pairs = zip(values["temperatures"], values["offsets"], strict=True)
+    return tuple((float(temperature), float(offset)) for temperature, offset in pairs)
 
 
 def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
@@ -244,6 +294,10 @@ def _settings(
         raise CheckpointError(
             f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
         )
+    max_tokens = block_size - (0 if sample_from_anchor else 1)
+    own = Keys(keys.mapping(OWN_KEY) or {}, _label(name, f"{OWN_KEY}.{{key}}"))
+    made_for = own.mapping("target")
+    calibration = _label(name, f"{OWN_KEY}.confidence_calibration.{{key}}")
     return DrafterSettings(
         method=method,
         transformer=dict(transformer),
@@ -260,11 +314,19 @@ def _settings(
         confidence_head=confidence_head,
         confidence_head_with_markov=with_markov,
         num_target_layers=keys.optional_integer("num_target_layers"),
+        default_speculative_tokens=_default_tokens(config, name, max_tokens),
+        confidence_scaling=_confidence_scaling(own, calibration, max_tokens) if confidence_head else (),
+        made_for=None if made_for is None else read_identity(made_for, _label(name, f"{OWN_KEY}.target.{{key}}")),
     )
 
 
 def _keys(config: Mapping[str, Any], name: str) -> Keys:
-    return Keys(config, f"drafter {name.replace('{', '{{').replace('}', '}}')}: {{key}}")
+    return Keys(config, _label(name, "{key}"))
+
+
+def _label(name: str, key: str) -> str:
+    """How messages name a key, with `{key}` in `key` for it."""
+    return f"drafter {name.replace('{', '{{').replace('}', '}}')}: {key}"
 
 
 def _integer(config: Mapping[str, Any], key: str, name: str, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkgap.catalog.drafter_settings import DrafterSettings, layer_ids_to_speculators, read_settings
+from sparkgap.catalog.drafter_settings import OWN_KEY, DrafterSettings, layer_ids_to_speculators, read_settings
 from sparkgap.catalog.json_files import read_json, readable
 from sparkgap.catalog.keys import Keys
 from sparkgap.catalog.progress import ProgressReporter
@@ -91,7 +91,7 @@ def read_drafter(config: Mapping[str, Any], weights: WeightSource, name: str) ->
             shapes.pop(key, None)
     if settings.confidence_head and not any(key.startswith("confidence_head.") for key in shapes):
         # Exports for serving may leave out a head that vLLM does not need; the draft tokens are the same.
-        settings = replace(settings, confidence_head=False, confidence_head_with_markov=False)
+        settings = replace(settings, confidence_head=False, confidence_head_with_markov=False, confidence_scaling=())
     _check_tensors(settings, shapes, name)
     format_: Literal["deepspec", "speculators"] = "speculators" if "speculators_model_type" in config else "deepspec"
     return DrafterCheckpoint(name, format_, settings, weights)
@@ -261,7 +261,25 @@ def write_speculators(
     partial = directory / "model.safetensors.partial"
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, partial, {"format": "pt"})
     os.replace(partial, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _replace_config(directory, config)
+
+
+def write_speculators_config(
+    directory: Path, settings: DrafterSettings, *, verifier: str, verifier_architectures: Sequence[str] = ()
+) -> None:
+    """Write only the `config.json` of `write_speculators`.
+
+    Raises:
+        CheckpointError: the format cannot express the settings.
+    """
+    _replace_config(directory, _speculators_config(settings, directory.name, verifier, verifier_architectures))
+
+
+def _replace_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json` at once: the file is complete or as it was."""
+    partial = directory / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(partial, directory / "config.json")
 
 
 def _speculators_config(
@@ -289,7 +307,7 @@ def _speculators_config(
         "use_sliding_window": bool(windows),
         "sliding_window": next(iter(windows), None),
     }
-    tokens = settings.block_size - (0 if settings.sample_from_anchor else 1)
+    tokens = settings.default_speculative_tokens or settings.max_speculative_tokens
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[settings.method]],
         "speculators_model_type": settings.method,
@@ -318,4 +336,10 @@ def _speculators_config(
             "enable_confidence_head": settings.confidence_head,
             "confidence_head_with_markov": settings.confidence_head_with_markov,
         }
-    return config
+    own: dict[str, Any] = {}
+    if settings.made_for is not None:
+        own["target"] = settings.made_for.to_json()
+    if settings.confidence_scaling:
+        temperatures, offsets = zip(*settings.confidence_scaling, strict=True)
+        own["confidence_calibration"] = {"temperatures": list(temperatures), "offsets": list(offsets)}
+    return config | ({OWN_KEY: own} if own else {})

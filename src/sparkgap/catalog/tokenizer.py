@@ -11,6 +11,7 @@ from sparkgap.catalog.chat_template import render_template
 from sparkgap.catalog.json_files import read_json, read_optional_json
 from sparkgap.errors import CheckpointError, PromptError, UnsupportedModelError
 
+_LONG_TEXT_CHARACTERS = 4096
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -102,6 +103,9 @@ class Tokenizer:
             PromptError: the text has lone surrogates and so is not valid Unicode.
         """
         _check_text(text)
+        if len(text) > _LONG_TEXT_CHARACTERS:
+            # Other threads of Python go on during the library's batches, and only then.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

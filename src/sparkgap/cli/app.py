@@ -18,6 +18,8 @@ from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
 from sparkgap.cli.quantize import quantize
+from sparkgap.cli.serve import serve
+from sparkgap.cli.serve_options import ENVIRONMENT_PREFIX
 from sparkgap.cli.train import train
 from sparkgap.errors import OutputError, SparkgapError
 
@@ -54,6 +56,7 @@ def _root(
 _COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, quantize, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
+app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(with_option_groups(serve))
 app.add_typer(bench_app, name="bench")
 
 

@@ -105,7 +105,7 @@ def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
     """A model with its drafter, which decodes at least `num_seqs` sequences together.
 
     Raises:
-        ConfigError: speculation is switched off, or there is no drafter.
+        ConfigError: speculation is switched off, or there is no drafter, named or shipped.
         SparkgapError: the model or the drafter cannot be had.
     """
     return loading.load_llm(speculating_config(engine, num_seqs))

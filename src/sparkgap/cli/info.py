@@ -2,7 +2,7 @@
 
 import os
 import platform
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from sparkgap.cli.cache import cached_models
 from sparkgap.cli.console import format_bytes, print_json, use_utf8_output, write_text
 from sparkgap.cli.interrupts import ending_at_once
 from sparkgap.config import EngineConfig
+
+if TYPE_CHECKING:
+    from sparkgap.catalog.shipped import ShippedDrafter
 
 
 def info(
@@ -59,7 +62,14 @@ def machine_facts() -> dict[str, Any]:
         "cache_directory": str(cache_root()),
         "packed_weights_bytes": sum(path.stat().st_size for path in packed_files()),
         "models": cached_models(),
+        "shipped_drafters": _shipped_drafters(),
     }
+
+
+def _shipped_drafters() -> list[str]:
+    from sparkgap.catalog.shipped import shipped_drafters
+
+    return [drafter.target for drafter in shipped_drafters()]
 
 
 def model_facts(model: str) -> dict[str, Any]:
@@ -71,6 +81,7 @@ def model_facts(model: str) -> dict[str, Any]:
     from math import prod
 
     from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.catalog.shipped import match_shipped
     from sparkgap.engine.loading import resolve_dtype
     from sparkgap.models.cache import cache_block_bytes
     from sparkgap.models.config import ModelConfig
@@ -80,6 +91,7 @@ def model_facts(model: str) -> dict[str, Any]:
     config = ModelConfig.from_hf(checkpoint.config)
     weights = checkpoint.weights
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    match = match_shipped(checkpoint)
     return {
         "model": checkpoint.name,
         "path": str(checkpoint.path),
@@ -97,6 +109,22 @@ def model_facts(model: str) -> dict[str, Any]:
         "context": config.max_position_embeddings,
         "kv_bytes_per_token": cache_block_bytes(*shape, 1, resolve_dtype(EngineConfig.dtype)),
         "chat_template": checkpoint.tokenizer.chat_template is not None,
+        "drafter": None if match.drafter is None else _drafter_facts(match.drafter),
+        "drafter_note": match.note,
+    }
+
+
+def _drafter_facts(drafter: "ShippedDrafter") -> dict[str, Any]:
+    from sparkgap.catalog.files import directory_bytes
+
+    settings = drafter.settings
+    return {
+        "name": drafter.name,
+        "path": str(drafter.path),
+        "size_bytes": directory_bytes(drafter.path),
+        "method": settings.method,
+        "num_speculative_tokens": settings.default_speculative_tokens or settings.max_speculative_tokens,
+        "max_speculative_tokens": settings.max_speculative_tokens,
     }
 
 
@@ -108,6 +136,10 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
         if key == "models":
             names = [f"{entry['name']} ({format_bytes(entry['size_bytes'])})" for entry in value]
             table[label] = ", ".join(names) or "none; sparkgap pull fetches one"
+        elif key == "drafter":
+            table[label] = "none comes with Sparkgap for this model" if value is None else _drafter_line(value)
+        elif value is None:
+            continue
         elif key == "cores":
             table[label] = f"{value['usable']} usable of {value['total']}"
         elif key == "memory":
@@ -126,6 +158,11 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
         else:
             table[label] = (", ".join(value) or "none") if isinstance(value, list) else str(value)
     return table
+
+
+def _drafter_line(drafter: dict[str, Any]) -> str:
+    size, number = format_bytes(drafter["size_bytes"]), drafter["num_speculative_tokens"]
+    return f"{drafter['name']}, {drafter['method']}, {number} draft tokens a round, {size}"
 
 
 def _print_table(rows: dict[str, str]) -> None:

@@ -135,7 +135,9 @@ def latency(
         except ConfigError as error:
             report.notes.append(f"the phases of a round were not measured: {error}")
     if not speculative:
-        reason = "--no-speculation" if engine.no_speculation else "no drafter was named; give --draft DIR"
+        reason = "no drafter was named, and none comes with Sparkgap for this model; give --draft DIR"
+        if engine.no_speculation:
+            reason = "--no-speculation"
         report.notes.append(f"speculation was not measured: {reason}")
     if as_json:
         print_json(report.to_json())

@@ -1,5 +1,9 @@
 """From the options to a model that is ready, with its download and loading shown."""
 
+import atexit
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -9,6 +13,25 @@ from sparkgap.config import EngineConfig
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No search for garbage while hundreds of thousands of objects come to stay, and none among them afterwards."""
+    was_enabled = gc.isenabled()
+    if gc.get_freeze_count():
+        # A model that was loaded before may be garbage by now.
+        gc.unfreeze()
+        gc.collect()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+        # At the end they are to be taken apart like all others: the native module reports what is left over.
+        atexit.register(gc.unfreeze)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def load_llm(config: EngineConfig) -> "LLM":
@@ -21,7 +44,7 @@ def load_llm(config: EngineConfig) -> "LLM":
 
     _fetch_drafter(config)
     resolve(config.model, allow_download=config.allow_download, progress=DownloadProgress())
-    with status(f"loading {config.model} ..."):
+    with status(f"loading {config.model} ..."), _collection_paused():
         with ending_at_once():
             from sparkgap.api import LLM
 
@@ -37,12 +60,21 @@ def num_draft_tokens(config: EngineConfig) -> int:
     """Draft tokens a round, by the configuration or by the drafter's files, which are downloaded if need be.
 
     Raises:
-        SparkgapError: no drafter is named, it is not found, damaged, or of a kind that is not supported.
+        SparkgapError: no drafter is named and none comes with Sparkgap for the model, it is not found, damaged, or of a
+            kind that is not supported.
     """
     _fetch_drafter(config)
-    from sparkgap.engine.speculation import find_drafter
+    from sparkgap.catalog.checkpoint import open_checkpoint
+    from sparkgap.engine.loading import lookup_tokens
+    from sparkgap.engine.speculation import find_drafter, find_shipped_drafter
+
+    if looked_up := lookup_tokens(config):
+        return looked_up
 
     found = find_drafter(config)
+    if found is None:
+        target = open_checkpoint(config.model, allow_download=config.allow_download, progress=DownloadProgress())
+        found, _ = find_shipped_drafter(config, target)
     return 0 if found is None else found.num_speculative_tokens
 
 

@@ -31,8 +31,12 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "kv-cache-memory") -> int:
     """A size such as `512M`, `2G`, `1.5GiB` or `1048576`, in bytes; units are powers of 1024.
+
+    Args:
+        text: the size.
+        name: of the option, for the message.
 
     Raises:
         ConfigError: not a size, or less than one byte.
@@ -40,7 +44,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and len(match[1]) < 20 else 0
     if size < 1:
-        raise ConfigError(f"kv-cache-memory must be a size such as 512M or 2G, got {text!r}")
+        raise ConfigError(f"{name} must be a size such as 512M or 2G, got {text!r}")
     return size
 
 
@@ -114,10 +118,10 @@ class EngineOptions:
     ] = None
     draft: Annotated[
         str | None,
-        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: none."),
+        _engine("--draft", metavar="MODEL", help="Drafter directory or hf:owner/name; default: the shipped one."),
     ] = None
     num_speculative_tokens: Annotated[
-        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: as trained.")
+        int | None, _engine("--num-speculative-tokens", help="Draft tokens a round; default: the drafter's own.")
     ] = None
     no_speculation: Annotated[bool, _engine("--no-speculation", help="Decode without a drafter.")] = False
     graphs: Annotated[

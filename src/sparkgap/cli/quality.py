@@ -63,6 +63,9 @@ def quality(
         check_positive("max-tokens", max_tokens)
     if text is not None and not text.is_file():
         raise ConfigError(f"no text file {text}; check the path")
+    for directory in also or ():
+        if not Path(directory).is_dir():
+            raise ConfigError(f"no model directory {directory} to compare; make it with `sparkgap quantize`")
     schemes = [
         _Scheme("bfloat16", model, "bfloat16", "none"),
         _Scheme("w8a8 (dynamic)", model, "auto", "w8a8"),
@@ -119,9 +122,9 @@ def _check_same_tokens(reference: Any, other: Any, scheme: _Scheme) -> None:
 
 def _print_table(results: "dict[str, Quality]") -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", "perplexity", "mean KL", "99% KL", "same top token", "weights / token")
+    table = Table(Column("", overflow="fold"), "perplexity", "mean KL", "99% KL", "same top token", "weights / token")
     for name, result in results.items():
         table.add_row(
             name,

@@ -37,11 +37,12 @@ def quantize(
     smoothing: Annotated[
         float | None,
         typer.Option(
-            "--smoothing", help="Move outliers from activations to weights: 0 (off) to 1; default: by the scheme."
+            "--smoothing",
+            help="Move outliers from activations to weights: 0 (off) to 1; default: static 0.75, dynamic 0.5.",
         ),
     ] = None,
     clip: Annotated[
-        bool, typer.Option("--clip/--no-clip", help="Scales of least squared error, not of the largest value.")
+        bool, typer.Option("--clip/--no-clip", help="Static scales of least squared error, not of the largest value.")
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Source of all random numbers.")] = 0,
     threads: Annotated[

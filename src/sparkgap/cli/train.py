@@ -9,6 +9,7 @@ from sparkgap.cli.console import print_json, use_utf8_output
 from sparkgap.config import DEFAULT_MODEL
 from sparkgap.errors import ConfigError
 from sparkgap.train.config import (
+    HEAD_TYPES,
     METHODS,
     ConversationConfig,
     FeatureConfig,
@@ -51,6 +52,9 @@ def train(
         int, _option(_DRAFTER, help="Tokens that can be drafted: the most frequent ones.")
     ] = NetworkConfig.draft_vocab_size,
     markov_rank: Annotated[int, _option(_DRAFTER, help="Rank of the Markov head.")] = NetworkConfig.markov_rank,
+    head: Annotated[
+        str, _option(_DRAFTER, "--head", help=f"Kind of the Markov head: {', '.join(HEAD_TYPES)}.")
+    ] = NetworkConfig.markov_head_type,
     kv_heads: Annotated[int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")] = None,
     target_layers: Annotated[
         str | None, _option(_DRAFTER, help="Captured target layers, such as 4,12,20,28; default: by its depth.")
@@ -132,6 +136,7 @@ def train(
             draft_vocab_size=draft_vocab_size,
             markov_rank=markov_rank,
             num_kv_heads=kv_heads,
+            markov_head_type=head.lower(),  # type: ignore[arg-type]
         ),
         loss=LossConfig(*weights, gamma=gamma),
         optimization=OptimizationConfig(

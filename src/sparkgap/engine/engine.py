@@ -114,8 +114,9 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params.check_vocabulary(self.model.vocab_size)
-        self._check_prompt(token_ids)
+        # The length first: looking at each token of a prompt that is far too long takes long itself.
         max_tokens = self._max_tokens(len(token_ids), params)
+        self._check_prompt(token_ids)
         number = self._num_requests
         self._num_requests += 1
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed & MASK_64
@@ -331,7 +332,9 @@ class Engine:
             )
 
     def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> float:
-        """Run a pass over `sequences` and hand out what it gave; how long the pass took, in seconds."""
+        """Run a pass over `sequences`, if any, and hand out what it gave; how long the pass took, in seconds."""
+        if not sequences:
+            return 0.0
         started_s = time.perf_counter()
         outputs = self._guarded(run, len(sequences))
         ended_s = time.perf_counter()

@@ -11,12 +11,12 @@ import torch
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.quantization import CheckpointQuantization
-from sparkgap.config import EngineConfig
+from sparkgap.config import NGRAM_TOKENS, EngineConfig, SpeculativeConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
-from sparkgap.engine.speculation import ChosenDrafter, find_drafter
+from sparkgap.engine.speculation import ChosenDrafter, find_drafter, find_shipped_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -27,7 +27,9 @@ from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, make_kernels
+from sparkgap.rounds.draft_length import DraftLengthPolicy, draft_lengths
 from sparkgap.rounds.drawing import DeviceDraw
+from sparkgap.rounds.lookup import LookupRunner, PromptLookup
 from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
 from sparkgap.rounds.pipeline.pipeline import Pipeline
 from sparkgap.rounds.pipeline.runner import PipelinedRunner
@@ -58,6 +60,7 @@ class LoadedEngine:
         passes: what computes the rounds' passes.
         pipeline: what chains rounds on the device; None without.
         pipeline_refusals: why there is none.
+        drafter_note: what a user should know of a drafter that comes with Sparkgap; None for nothing.
     """
 
     engine: Engine
@@ -70,6 +73,7 @@ class LoadedEngine:
     passes: Passes
     pipeline: PipelinedRunner | None
     pipeline_refusals: tuple[Refusal, ...]
+    drafter_note: str | None = None
 
     @property
     def graph_counters(self) -> GraphCounters:
@@ -95,6 +99,9 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     # What is wrong with a drafter shows here, before the target is read.
     drafter = find_drafter(config, progress)
     checkpoint = open_checkpoint(config.model, allow_download=config.allow_download, progress=progress)
+    drafter_note = None
+    if drafter is None:
+        drafter, drafter_note = find_shipped_drafter(config, checkpoint)
     model = ModelConfig.from_hf(checkpoint.config)
     quantization = resolve_quantization(config, device, model.quantization, checkpoint.name)
     threads = config.threads or usable_cores()
@@ -136,23 +143,29 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if use_graphs and isinstance(kernels, NativeKernels):
         passes = _capture(config, kernels, passes, speculation, max_model_len)
-    if speculation is None:
-        runner = PlainRunner(target, caches, sampler, passes)
+    if speculation is not None:
+        runner: PlainRunner = SpeculativeRunner(target, caches, sampler, speculation, passes)
+    elif (lookup := _lookup(config)) is not None:
+        runner = LookupRunner(target, caches, sampler, lookup, lookup_tokens(config), max_model_len, passes)
     else:
-        runner = SpeculativeRunner(target, caches, sampler, speculation, passes)
-    facts = EngineFacts(
-        str(config.task_pipeline),
-        captured=isinstance(passes, CapturedPasses),
-        speculates=speculation is not None,
-        samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
-        max_context_length=None if speculation is None else speculation.drafter.max_context_length,
-    )
+        runner = PlainRunner(target, caches, sampler, passes)
+    facts = _engine_facts(config, passes, speculation)
     pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     served: Runner = runner if pipelined is None else pipelined
     engine = Engine(served, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
     return LoadedEngine(
-        engine, checkpoint, target, caches, threads, quantization, chosen, passes, pipelined, refusals(facts)
+        engine,
+        checkpoint,
+        target,
+        caches,
+        threads,
+        quantization,
+        chosen,
+        passes,
+        pipelined,
+        refusals(facts),
+        drafter_note,
     )
 
 
@@ -271,6 +284,24 @@ def _allocate(
     return caches[0], caches[1] if chosen is not None else []
 
 
+def lookup_tokens(config: EngineConfig) -> int:
+    """Draft tokens a round without a drafter; 0 where nothing is drafted."""
+    wanted = config.speculative_config
+    if not config.speculation or wanted is None or wanted.needs_drafter:
+        return 0
+    return wanted.num_speculative_tokens or NGRAM_TOKENS
+
+
+def _prompt_lookup(wanted: SpeculativeConfig) -> PromptLookup | None:
+    return None if wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
+
+
+def _lookup(config: EngineConfig) -> PromptLookup | None:
+    """What finds drafts where no drafter does; None where nothing is drafted."""
+    wanted = config.speculative_config
+    return _prompt_lookup(wanted) if wanted is not None and lookup_tokens(config) else None
+
+
 def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int) -> Speculation:
     return Speculation(
         drafter=chosen.drafter,
@@ -278,12 +309,17 @@ def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int
         num_speculative_tokens=chosen.num_speculative_tokens,
         sample_method="probabilistic" if chosen.config.draft_sample_method == "probabilistic" else "greedy",
         max_model_len=max_model_len,
+        lookup=_prompt_lookup(chosen.config),
+        length_policy=DraftLengthPolicy(chosen.num_speculative_tokens) if chosen.config.adaptive_length else None,
     )
 
 
 def _capture(
     config: EngineConfig, kernels: NativeKernels, passes: Passes, speculation: Speculation | None, max_model_len: int
 ) -> CapturedPasses:
+    policy = None if speculation is None else speculation.length_policy
+    looked_up = lookup_tokens(config)
+    verified = (looked_up,) if looked_up else () if policy is None else draft_lengths(policy.lengths[0])[1:]
     captured = CapturedPasses(
         passes.target,
         passes.caches,
@@ -292,10 +328,23 @@ def _capture(
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         sampled_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        verified_lengths=verified,
         context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
     _logger.info("%s", captured.counters.summary())
     return captured
+
+
+def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation | None) -> EngineFacts:
+    return EngineFacts(
+        str(config.task_pipeline),
+        captured=isinstance(passes, CapturedPasses),
+        speculates=speculation is not None,
+        samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        looks_up=bool(lookup_tokens(config)),
+        adapts_length=speculation is not None and speculation.length_policy is not None,
+        max_context_length=None if speculation is None else speculation.drafter.max_context_length,
+    )
 
 
 def _chain(
@@ -314,8 +363,8 @@ def _chain(
     reasons = refusals(facts)
     if reasons and config.task_pipeline == "on":
         raise ConfigError(
-            f"task_pipeline on is not possible: {'; '.join(reasons)}; use task_pipeline auto, or device cpu with "
-            "graphs on and another dtype than float16"
+            f"task_pipeline on is not possible: {'; '.join(reasons)}; use task_pipeline auto, or leave out what "
+            "stands against it"
         )
     if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
         return None

@@ -1,17 +1,22 @@
 """From settings to a drafter: which one, and whether it fits."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
+from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.drafters import DrafterCheckpoint, open_drafter
 from sparkgap.catalog.progress import ProgressReporter
+from sparkgap.catalog.shipped import match_shipped
 from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.errors import ConfigError
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
 from sparkgap.models.drafter_config import DrafterConfig
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,47 @@ def find_drafter(config: EngineConfig, progress: ProgressReporter | None = None)
     """The drafter that `config` names, None when it names none or speculation is off.
 
     Raises:
-        ConfigError: speculation is configured without a drafter; the drafter is of another method, or was trained
-            for fewer tokens than wanted.
+        ConfigError: the drafter is of another method than wanted, or was trained for fewer tokens.
         ModelNotFoundError, DownloadError, CheckpointError, UnsupportedModelError: the drafter cannot be had.
     """
     wanted = config.speculative_config
-    if not config.speculation or wanted is None:
+    if not config.speculation or wanted is None or wanted.model is None:
         return None
-    if wanted.model is None:
+    return _found(wanted, open_drafter(wanted.model, allow_download=config.allow_download, progress=progress))
+
+
+def find_shipped_drafter(config: EngineConfig, target: Checkpoint) -> tuple[FoundDrafter | None, str | None]:
+    """The drafter that comes with Sparkgap for a target, for a configuration that names none.
+
+    Returns:
+        The drafter, None when there is none or speculation is off; and what a user should know, which is logged too:
+        why a drafter of the target's name is not used, or that it was made for another precision of the target.
+
+    Raises:
+        ConfigError: speculation is configured, and no drafter comes with Sparkgap for this target; as `find_drafter`.
+        CheckpointError, UnsupportedModelError: a drafter is damaged, or the target's tensors cannot be read.
+    """
+    wanted = config.speculative_config
+    if not config.speculation or (wanted is not None and not wanted.needs_drafter):
+        return None, None
+    match = match_shipped(target)
+    if match.drafter is None and config.speculative_config is not None:
         raise ConfigError(
-            "speculation needs a drafter: name one with --draft DIR (in Python: speculative_config={'model': DIR}), "
-            "or train one with `sparkgap train`"
+            f"speculation needs a drafter: {match.note or 'none comes with Sparkgap for this model'}; name one with "
+            "--draft DIR (in Python: speculative_config={'model': DIR}), or train one with `sparkgap train`"
         )
-    checkpoint = open_drafter(wanted.model, allow_download=config.allow_download, progress=progress)
+    if match.note is not None:
+        _logger.warning("%s", match.note)
+    if match.drafter is None:
+        return None, match.note
+    return _found(config.speculative_config or SpeculativeConfig(), match.drafter.open()), match.note
+
+
+def _found(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> FoundDrafter:
     _check_method(wanted, checkpoint)
     drafter = DrafterConfig.from_settings(checkpoint.settings, checkpoint.name)
-    number = wanted.num_speculative_tokens or drafter.max_speculative_tokens
+    by_default = checkpoint.settings.default_speculative_tokens or drafter.max_speculative_tokens
+    number = wanted.num_speculative_tokens or by_default
     drafter.block_rows(number)
     return FoundDrafter(checkpoint, number, wanted)
 

@@ -31,9 +31,9 @@ class _TargetResults(NamedTuple):
 class CapturedPasses(Passes):
     """Decode passes replayed from graphs; prompt passes, and passes out of the graphs' capacity, run eagerly.
 
-    Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1; draft graphs for the block's rows.
-    Each kind has a graph for every number of sequences in `buckets`. What context graphs there are, `context_graph`
-    says.
+    Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1 and for one row more than each of
+    `verified_lengths`; draft graphs for the block's rows. Each kind has a graph for every number of sequences in
+    `buckets`. What context graphs there are, `context_graph` says.
 
     Args:
         target, caches, draft: as `Passes`; computed by native kernels.
@@ -41,6 +41,7 @@ class CapturedPasses(Passes):
         max_sequences: most sequences decoded together.
         max_model_len: most positions of a sequence.
         sampled_drafts: whether draft logits are wanted, for drafts that are sampled.
+        verified_lengths: numbers of draft tokens that are verified besides the drafter's N, none of them larger.
         context_graph: `masked` or `compact` (`graphs.context`), or `off` to update contexts eagerly.
 
     Attributes:
@@ -59,6 +60,7 @@ class CapturedPasses(Passes):
         max_sequences: int,
         max_model_len: int,
         sampled_drafts: bool = False,
+        verified_lengths: Seq[int] = (),
         context_graph: str = "masked",
     ) -> None:
         super().__init__(target, caches, draft)
@@ -71,7 +73,8 @@ class CapturedPasses(Passes):
         self._draft_graphs: GraphFamily[Proposal] = GraphFamily("draft", executor, self.counters)
         self._logits_graphs: GraphFamily[DraftOutput] = GraphFamily("draft", executor, self.counters)
         self._context_graphs: GraphFamily[None] = GraphFamily("context", executor, self.counters)
-        widths = (1,) if draft is None else (draft.num_speculative_tokens + 1, 1)
+        drafts = (*(() if draft is None else (draft.num_speculative_tokens,)), *verified_lengths)
+        widths = (*(length + 1 for length in drafts), 1)
         largest, max_blocks = self.buckets[-1], -(-max_model_len // caches[0].block_size)
         self._target_inputs = {width: TargetInputs(largest, width, max_blocks, max_model_len) for width in widths}
         self._draft_inputs = DraftInputs(largest, max_blocks)

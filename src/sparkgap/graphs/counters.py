@@ -41,7 +41,8 @@ class GraphCounters:
     def report(self) -> dict[str, Any]:
         """The counts as a JSON object; `eager` by reason, over all families."""
         reasons: Counter[str] = Counter()
-        for (_, reason), count in self.eager.items():
+        # A copy in one operation, since another thread may be counting.
+        for (_, reason), count in list(self.eager.items()):
             reasons[reason] += count
         return {
             "captures_at_startup": self.captures_at_startup,

@@ -149,13 +149,11 @@ class _Loader:
         if target.config.tie_word_embeddings:
             return target.embedding
         weight = target.lm_head.weight
-        if not weight.is_floating_point() or tuple(weight.shape) != (
-            target.config.vocab_size,
-            target.config.hidden_size,
-        ):
+        shape = (target.config.vocab_size, target.config.hidden_size)
+        if weight.is_meta or not weight.is_floating_point() or tuple(weight.shape) != shape:
             raise UnsupportedModelError(
                 f"drafter {self.config.name}: it has no lm_head.weight of its own, and rows cannot be taken from "
-                "a quantized LM head; use a draft checkpoint with lm_head.weight"
+                "a packed or quantized LM head; use a draft checkpoint with lm_head.weight"
             )
         return weight
 

@@ -69,7 +69,7 @@ def load_heads(
     device: torch.device,
     target_ids: Tensor | None,
 ) -> DraftHeads:
-    """The heads of a checkpoint; the confidence head in float32, the rest in `dtype`."""
+    """The heads of a checkpoint; the confidence head, calibrated, in float32, the rest in `dtype`."""
     names = set(weights.names())
 
     def tensor(name: str, dtype: torch.dtype = dtype) -> Tensor:
@@ -86,10 +86,11 @@ def load_heads(
         confidence_bias = tensor(bias, torch.float32) if bias in names else torch.zeros(1, device=device)
     ids = None if target_ids is None else target_ids.to(device)
     if not settings.markov_rank:
-        return DraftHeads(confidence_weight=confidence_weight, confidence_bias=confidence_bias, target_ids=ids)
+        heads = DraftHeads(confidence_weight=confidence_weight, confidence_bias=confidence_bias, target_ids=ids)
+        return heads.calibrate(settings.confidence_scaling)
     projections = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
     projection = projections.get(settings.markov_head_type)
-    return DraftHeads(
+    heads = DraftHeads(
         head_type=settings.markov_head_type,
         w1=tensor("markov_head.markov_w1.weight"),
         w2=linear("markov_head.markov_w2"),
@@ -98,6 +99,7 @@ def load_heads(
         confidence_bias=confidence_bias,
         target_ids=ids,
     )
+    return heads.calibrate(settings.confidence_scaling)
 
 
 def propose(
@@ -123,7 +125,8 @@ def propose(
     previous = anchors
     token_ids, logits, confidences = [], [], []
     for number in range(draft.base_logits.shape[1]):
-        step = kernels.draft_step(draft.base_logits[:, number], draft.hidden[:, number], previous, state, heads)
+        place = heads.at(number)
+        step = kernels.draft_step(draft.base_logits[:, number], draft.hidden[:, number], previous, state, place)
         draft_ids = pick(number, step.logits)
         previous = draft_ids if heads.target_ids is None else heads.target_ids[draft_ids]
         state = step.state

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ class DraftHeads:
             without a confidence head.
         confidence_bias: float32 `[1]`; None without a confidence head.
         target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
+        calibrated: the confidence's weight and bias at each place of the block, with the place's calibration in them;
+            empty when they are the same everywhere.
     """
 
     head_type: Literal["none", "vanilla", "gated", "rnn"] = "none"
@@ -43,6 +45,25 @@ class DraftHeads:
     confidence_weight: Tensor | None = None
     confidence_bias: Tensor | None = None
     target_ids: Tensor | None = None
+    calibrated: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def calibrate(self, scaling: Sequence[tuple[float, float]]) -> DraftHeads:
+        """The heads with the confidence's logit divided by a temperature and moved by an offset.
+
+        Args:
+            scaling: temperature and offset of each place of the block; empty leaves the heads as they are.
+        """
+        weight, bias = self.confidence_weight, self.confidence_bias
+        if weight is None or bias is None or not scaling:
+            return self
+        return replace(self, calibrated=tuple((weight / t, bias / t + offset) for t, offset in scaling))
+
+    def at(self, place: int) -> DraftHeads:
+        """The heads for the draft token at a place of the block, from 0."""
+        if not self.calibrated:
+            return self
+        weight, bias = self.calibrated[place]
+        return replace(self, confidence_weight=weight, confidence_bias=bias, calibrated=())
 
 
 class DraftStep(NamedTuple):
@@ -106,7 +127,8 @@ def draft_chain(
     previous = anchors
     token_ids, scores, confidences = [], [], []
     for row in range(lead_rows, base_logits.shape[1]):
-        step = draft_step(linear, base_logits[:, row], hidden[:, row], previous, state, heads)
+        place = heads.at(row - lead_rows)
+        step = draft_step(linear, base_logits[:, row], hidden[:, row], previous, state, place)
         draft_ids = step.logits.argmax(dim=-1)
         previous = draft_ids if heads.target_ids is None else heads.target_ids[draft_ids]
         state = step.state

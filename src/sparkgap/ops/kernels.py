@@ -322,7 +322,7 @@ class Kernels(ABC):
             hidden: `[sequences, hidden]`; may be a view of every block's row.
             previous: int64 `[sequences]`, target id of the token before.
             state: what the step before gave; None at a block's start.
-            heads: the heads' weights.
+            heads: the heads' weights, at the step's place (`DraftHeads.at`).
         """
         return draft.draft_step(self.linear, base_logits, hidden, previous, state, heads)
 

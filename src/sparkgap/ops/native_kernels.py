@@ -346,7 +346,7 @@ class NativeKernels(Kernels):
         for number in range(steps):
             row = lead_rows + number
             out = None if confidences is None else confidences[number]
-            step = self._head_step(hidden[:, row], previous, state, heads, out)
+            step = self._head_step(hidden[:, row], previous, state, heads.at(number), out)
             state = step.state
             self.executor.draft_pick(
                 base_logits[:, row], step.bias, heads.target_ids, token_ids[number], scores[number]

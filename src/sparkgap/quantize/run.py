@@ -21,8 +21,8 @@ from sparkgap.quantize.smoothing import smoothed
 
 Scheme = Literal["w8a8-static", "w8a8-dynamic"]
 
-DEFAULT_SMOOTHING: Mapping[Scheme, float] = {"w8a8-static": 0.5, "w8a8-dynamic": 0.0}
-"""Strength of the smoothing where nothing is said."""
+DEFAULT_SMOOTHING: Mapping[Scheme, float] = {"w8a8-static": 0.75, "w8a8-dynamic": 0.5}
+"""Strength of the smoothing where nothing is said: what measured best on the default model."""
 
 
 @dataclass(frozen=True)

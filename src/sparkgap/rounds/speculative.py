@@ -4,7 +4,9 @@ One round of a sequence with P committed positions and N speculative tokens:
 
 1. *draft*: the block (anchor and mask tokens) at positions P ... reads the drafter's context KV of positions < P.
 2. *propose*: N draft tokens, each from its row's logits and the token before it.
+   With a `PromptLookup`, sequences whose last tokens stood before draft what followed them there, in place of 1 and 2.
 3. *verify*: the target computes anchor and draft tokens, N + 1 rows at positions P ... P + N.
+   With a `DraftLengthPolicy` only as many draft tokens as pay, or a plain round in place of all this.
 4. *settle*: the accepted draft tokens and the target's own token after them; P grows by as many.
 5. *context update*: the drafter's context KV of the accepted rows' positions, from the hidden states that the
    target had there; slots of rejected rows are -1.
@@ -12,6 +14,7 @@ One round of a sequence with P committed positions and N speculative tokens:
 Rejected rows leave target KV behind at positions that the next round rewrites before it reads them.
 """
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,7 +29,9 @@ from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import BlockDrafter, Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
+from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
 from sparkgap.rounds.logits import probabilities
+from sparkgap.rounds.lookup import PromptLookup
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.random import Purpose
 from sparkgap.rounds.sampling import Sampler, draw
@@ -54,6 +59,10 @@ class Speculation:
             so that the output is the one without speculation; `probabilistic` samples them and verifies by
             rejection.
         max_model_len: most positions of a sequence; rows beyond write no KV.
+        lookup: finds drafts in a sequence's own past, which are verified instead of the drafter's; None looks nothing
+            up. Not with `probabilistic`.
+        length_policy: chooses how many of the draft tokens a round verifies; None verifies all. Only for drafts that
+            are not sampled: with those, the tokens of a seeded request would depend on the choice.
     """
 
     drafter: BlockDrafter
@@ -61,6 +70,8 @@ class Speculation:
     num_speculative_tokens: int
     sample_method: DraftSampleMethod
     max_model_len: int
+    lookup: PromptLookup | None = None
+    length_policy: DraftLengthPolicy | None = None
 
     @property
     def draft_model(self) -> DraftModel:
@@ -87,14 +98,45 @@ class SpeculativeRunner(PlainRunner):
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
         """One round of each sequence: its accepted draft tokens and the target's own."""
         reasons = [self._reason_against(sequence) for sequence in sequences]
-        drafted = [s for s, reason in zip(sequences, reasons, strict=True) if reason is None]
-        plain = [s for s, reason in zip(sequences, reasons, strict=True) if reason is not None]
-        from_rounds = iter(self._round(drafted) if drafted else [])
-        from_plain = iter(super().decode(plain) if plain else [])
-        return [
-            next(from_rounds) if reason is None else replace(next(from_plain), not_speculated=reason)
-            for reason in reasons
+        policy, length = self.speculation.length_policy, self.speculation.num_speculative_tokens
+        found = self._look_up([s for s, reason in zip(sequences, reasons, strict=True) if reason is None])
+        looked_up = {draft.sequence.sequence_id for draft in found}
+        wanted = [
+            s for s, reason in zip(sequences, reasons, strict=True) if reason is None and s.sequence_id not in looked_up
         ]
+        if policy is not None and wanted:
+            length = policy.choose(wanted)
+            if length == 0:
+                reasons = [
+                    reason if s.sequence_id in looked_up else reason or DOES_NOT_PAY
+                    for s, reason in zip(sequences, reasons, strict=True)
+                ]
+        drafted = wanted if length else []
+        plain = [s for s, reason in zip(sequences, reasons, strict=True) if reason is not None]
+        started_s = time.perf_counter()
+        from_rounds = self._round(drafted, length) if drafted else []
+        from_plain = iter(super().decode(plain) if plain else [])
+        if policy is not None:
+            # A round in which some sequences may not speculate has two passes, and tells nothing of either kind.
+            if len(wanted) == len(sequences):
+                policy.add_round(len(wanted), length, time.perf_counter() - started_s)
+            for sequence, output in zip(drafted, from_rounds, strict=True):
+                policy.add_acceptance(sequence, output.num_draft_tokens, output.num_accepted_tokens)
+        rounds, lookups = iter(from_rounds), iter(self._verify(found) if found else [])
+        return [
+            replace(next(from_plain), not_speculated=reason)
+            if reason is not None
+            else next(lookups if s.sequence_id in looked_up else rounds)
+            for s, reason in zip(sequences, reasons, strict=True)
+        ]
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget what sampling and the choice of draft lengths keep of a sequence."""
+        super().release(sequence)
+        if self.speculation.lookup is not None:
+            self.speculation.lookup.release(sequence)
+        if self.speculation.length_policy is not None:
+            self.speculation.length_policy.forget(sequence)
 
     def _reason_against(self, sequence: Sequence) -> str | None:
         """Why a sequence takes a plain round; None when it is drafted for."""
@@ -103,6 +145,17 @@ class SpeculativeRunner(PlainRunner):
         if sequence.num_computed_tokens > self.speculation.drafter.max_context_length:
             return CONTEXT_TOO_LONG
         return None
+
+    def _look_up(self, sequences: Seq[Sequence]) -> list[Drafted]:
+        """Drafts of the sequences whose past has some."""
+        lookup, count = self.speculation.lookup, self.speculation.num_speculative_tokens
+        if lookup is None:
+            return []
+        return [
+            Drafted(sequence, found)
+            for sequence in sequences
+            if (found := lookup.continuation(sequence, count)) is not None
+        ]
 
     def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
         """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""
@@ -113,16 +166,30 @@ class SpeculativeRunner(PlainRunner):
         beyond = positions >= self.speculation.drafter.max_context_length
         self.passes.update_context(output, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1))
 
-    def _round(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
+    def _round(self, sequences: Seq[Sequence], length: int) -> list[RoundOutput]:
+        """A round that verifies the first `length` draft tokens."""
         anchors = self._integers([sequence.output_token_ids[-1] for sequence in sequences])
         sampled = self.speculation.sample_method == "probabilistic" and not all(
             sequence.params.greedy for sequence in sequences
         )
         proposal, draft_probabilities = self._propose(sequences, anchors, sampled)
         drafted = [
-            Drafted(sequence, tuple(token_ids))
+            Drafted(sequence, tuple(token_ids[:length]))
             for sequence, token_ids in zip(sequences, proposal.token_ids.tolist(), strict=True)
         ]
+        finite = proposal.scores.isfinite().all(-1).tolist()
+        return self._verify(drafted, finite, None if draft_probabilities is None else draft_probabilities[:, :length])
+
+    def _verify(
+        self, drafted: Seq[Drafted], finite: Seq[bool] | None = None, draft_probabilities: Tensor | None = None
+    ) -> list[RoundOutput]:
+        """Verify and settle drafts of one length, and update contexts.
+
+        Args:
+            drafted: sequences and their draft tokens.
+            finite: whether each draft's logits were finite numbers; None where no drafter proposed them.
+            draft_probabilities: as `_propose`.
+        """
         batch = self._verification_batch(drafted)
         output = self.passes.decode(batch)
         assert output.logits is not None
@@ -131,8 +198,10 @@ class SpeculativeRunner(PlainRunner):
         else:
             settlements = rejection(self.sampler, output.logits, drafted, draft_probabilities)
         self._commit(drafted, settlements, output, batch)
-        finite = proposal.scores.isfinite().all(-1).tolist()
-        return [self._output(settlement, is_finite) for settlement, is_finite in zip(settlements, finite, strict=True)]
+        return [
+            self._output(settlement, len(draft.token_ids), is_finite)
+            for draft, settlement, is_finite in zip(drafted, settlements, finite or [True] * len(drafted), strict=True)
+        ]
 
     def _propose(self, sequences: Seq[Sequence], anchors: Tensor, sampled: bool) -> tuple[Proposal, Tensor | None]:
         """Draft tokens, with the distribution they are drawn from when it is needed.
@@ -162,7 +231,7 @@ class SpeculativeRunner(PlainRunner):
         return proposal, vocabulary.index_copy_(2, drafter.target_ids, chosen_from)
 
     def _verification_batch(self, drafted: Seq[Drafted]) -> ForwardBatch:
-        """Anchor and draft tokens of each sequence, N + 1 rows."""
+        """Anchor and draft tokens of each sequence, as many rows of each."""
         spans = [
             RowSpan(
                 draft.sequence,
@@ -178,13 +247,13 @@ class SpeculativeRunner(PlainRunner):
     ) -> None:
         """Advance the sequences and write the context KV of the accepted rows."""
         accepted = self._integers([settlement.num_accepted for settlement in settlements])
-        row = torch.arange(self.speculation.num_speculative_tokens + 1, device=accepted.device)
+        row = torch.arange(len(drafted[0].token_ids) + 1, device=accepted.device)
         rejected = (row > accepted[:, None]).flatten()
         self._update_context(output, batch.attention.positions, batch.slots.masked_fill(rejected, -1))
         for draft, settlement in zip(drafted, settlements, strict=True):
             draft.sequence.num_computed_tokens += settlement.num_accepted + 1
 
-    def _output(self, settlement: Settlement, drafter_is_finite: bool) -> RoundOutput:
+    def _output(self, settlement: Settlement, num_draft_tokens: int, drafter_is_finite: bool) -> RoundOutput:
         error = settlement.error
         if error is None and not drafter_is_finite:
             error = self.drafter_not_finite()
@@ -192,7 +261,7 @@ class SpeculativeRunner(PlainRunner):
             return RoundOutput(error=error)
         return RoundOutput(
             settlement.tokens,
-            num_draft_tokens=self.speculation.num_speculative_tokens,
+            num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=settlement.num_accepted,
         )
 

@@ -8,8 +8,12 @@ from typing import Literal
 from sparkgap.errors import ConfigError
 
 Method = Literal["dspark", "dflash"]
+HeadType = Literal["vanilla", "gated", "rnn"]
 METHODS: tuple[Method, ...] = ("dspark", "dflash")
 """Drafters that can be trained."""
+
+HEAD_TYPES: tuple[HeadType, ...] = ("vanilla", "gated", "rnn")
+"""Markov heads that can be trained."""
 
 _SHORT_BLOCK_TOKENS = 2
 
@@ -140,6 +144,7 @@ class NetworkConfig:
         markov_rank: rank of the Markov head; ignored for `dflash`.
         intermediate_size: of the feed-forward; None takes the target's.
         num_kv_heads: key and value heads; None takes the target's.
+        markov_head_type: kind of the Markov head; ignored for `dflash`.
     """
 
     method: Method = "dspark"
@@ -149,9 +154,14 @@ class NetworkConfig:
     markov_rank: int = 64
     intermediate_size: int | None = None
     num_kv_heads: int | None = None
+    markov_head_type: HeadType = "vanilla"
 
     def __post_init__(self) -> None:
         _check(self.method in METHODS, f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        _check(
+            self.markov_head_type in HEAD_TYPES,
+            f"markov_head_type must be one of {', '.join(HEAD_TYPES)}, got {self.markov_head_type!r}",
+        )
         for name in ("num_layers", "num_speculative_tokens", "draft_vocab_size", "markov_rank"):
             value = getattr(self, name)
             _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")

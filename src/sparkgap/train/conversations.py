@@ -1,11 +1,13 @@
 """Stage 1: conversations sampled from the target, shard by shard, until there are enough answer tokens."""
 
 import json
+import math
 import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,6 +72,71 @@ def check_disk(
         )
 
 
+class SampledTokens:
+    """Counts answer tokens while shards are sampled, and foresees how many there will be.
+
+    Shards are whole: the last one brings more than was asked for, up to all that its conversations hold. Safe to use
+    from several threads.
+
+    Args:
+        wanted: answer tokens asked for.
+        shard_conversations: conversations of a shard.
+        max_shards: most shards there can be; None for no limit.
+        bar: where the counts are shown.
+    """
+
+    def __init__(self, wanted: int, shard_conversations: int, max_shards: int | None, bar: Bar) -> None:
+        self.wanted, self.shard_conversations, self.max_shards, self._bar = wanted, shard_conversations, max_shards, bar
+        self._lock = threading.Lock()
+        self._finished = self._finished_shards = 0
+        self._open: dict[int, list[int]] = {}
+
+    def add(self, shard: int, tokens: int) -> None:
+        """A conversation of a shard that is being sampled has an answer of so many tokens."""
+        with self._lock:
+            if self._finished < self.wanted:
+                self._open.setdefault(shard, []).append(tokens)
+                self._show()
+
+    def finish(self, shard: int, tokens: int, *, sampled_before: bool) -> None:
+        """A shard is there, and all shards up to it have so many different answer tokens.
+
+        Args:
+            shard: its number.
+            tokens: answer tokens of this shard and those before it, conversations that repeat others left out.
+            sampled_before: an earlier run made it, so that it does not count in the speed.
+        """
+        with self._lock:
+            self._open.pop(shard, None)
+            self._finished, self._finished_shards = tokens, self._finished_shards + 1
+            if tokens >= self.wanted:
+                self._open.clear()  # shards begun ahead are given up
+            if sampled_before:
+                self._bar.start_from(self._finished)
+            self._show()
+
+    def expected(self) -> int:
+        """Answer tokens that there will be in the end, as far as can be told."""
+        done = self._finished + self._open_tokens()
+        if self._finished >= self.wanted or self._finished_shards == self.max_shards:
+            return done
+        answers = self._finished_shards * self.shard_conversations + sum(map(len, self._open.values()))
+        if not answers:
+            return self.wanted
+        per_shard = done / answers * self.shard_conversations
+        shards = math.ceil((self.wanted - self._finished) / per_shard)
+        if self.max_shards is not None:
+            shards = min(shards, self.max_shards - self._finished_shards)
+        return max(done, self._finished + round(shards * per_shard))
+
+    def _open_tokens(self) -> int:
+        return sum(map(sum, self._open.values()))
+
+    def _show(self) -> None:
+        self._bar.expect(self.expected())
+        self._bar.set(self._finished + self._open_tokens())
+
+
 def collect(
     directory: Path,
     target: Decoder,
@@ -109,14 +176,16 @@ def collect(
     stop = threading.Event()
     paths: list[Path] = []
 
-    def work(number: int, sampler: ConversationSampler, bar: Bar) -> None:
+    def work(number: int, sampler: ConversationSampler, counts: SampledTokens) -> None:
         path = shard_path(directory, number)
         if path.exists():
             return
         torch.set_num_threads(threads)
         given = turns[number * size : (number + 1) * size]
         with torch.inference_mode():
-            conversations = sampler.shard(f"{seed}/{number}", iter(given) if given else None, bar.advance, stop.is_set)
+            conversations = sampler.shard(
+                f"{seed}/{number}", iter(given) if given else None, partial(counts.add, number), stop.is_set
+            )
         if conversations is not None:
             write_shard(path, conversations)
 
@@ -125,6 +194,8 @@ def collect(
             ConversationSampler(target, template, config, layer_ids, features.top_k, plain_encoding(tokenizer))
             for _ in range(workers)
         ]
+        counts = SampledTokens(config.answer_tokens, size, last, bar)
+        existing = set(directory.glob("shard-*.safetensors"))
         pool = ThreadPoolExecutor(workers, "sampler")
         try:
             futures: deque[Future[None]] = deque()
@@ -132,11 +203,12 @@ def collect(
             while last is None or number < last:
                 while len(futures) < workers and (last is None or number + len(futures) < last):
                     ahead = number + len(futures)
-                    futures.append(pool.submit(work, ahead, samplers[ahead % workers], bar))
+                    futures.append(pool.submit(work, ahead, samplers[ahead % workers], counts))
                 futures.popleft().result()
                 paths.append(shard_path(directory, number))
-                number += 1
                 tokens = Examples(paths).answer_tokens
+                counts.finish(number, tokens, sampled_before=paths[-1] in existing)
+                number += 1
                 if tokens >= config.answer_tokens:
                     break
         finally:

@@ -48,9 +48,10 @@ def draft_greedily(network: DraftNetwork, batch: AnchorBatch, ids: Tensor) -> Te
     """
     tokens = batch.rows - network.shape.lead_rows
     hidden = network(batch).view(-1, tokens, network.shape.hidden_size)
-    previous, drafted = batch.anchor_tokens, []
+    previous, drafted, state = batch.anchor_tokens, [], None
     for row in range(tokens):
-        logits = hidden[:, row] @ network.head.T + network.markov_states(previous) @ network.markov_output().T
+        latent, state = network.markov_step(hidden[:, row], network.markov_states(previous), state)
+        logits = hidden[:, row] @ network.head.T + latent @ network.markov_output().T
         previous = ids[logits.argmax(-1)]
         drafted.append(previous)
     return torch.stack(drafted, dim=1)
@@ -73,20 +74,27 @@ def _agreement(drafted: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
     return ((drafted == truth) & inside).long().cumprod(1).sum(1)
 
 
-def _rounds(replays: Sequence[list[int]], tokens: int) -> Acceptance:
-    """Walk each answer from its start by the accepted length at each anchor, plus the target's own token."""
-    rounds, accepted, by_position = 0, 0, [0] * tokens
-    for lengths in replays:
-        place = 0
-        while place < len(lengths):
-            length = lengths[place]
-            rounds, accepted = rounds + 1, accepted + length
-            for k in range(length):
-                by_position[k] += 1
-            place += length + 1
-    positions = sum(len(lengths) for lengths in replays)
-    first = sum(length > 0 for lengths in replays for length in lengths)
-    return Acceptance(rounds, accepted, [n / max(rounds, 1) for n in by_position], first / max(positions, 1))
+def round_starts(lengths: Sequence[int]) -> list[int]:
+    """Where the rounds of an answer start, walking it by the accepted length at each place plus the target's token."""
+    starts, place = [], 0
+    while place < len(lengths):
+        starts.append(place)
+        place += lengths[place] + 1
+    return starts
+
+
+def acceptance(replays: Sequence[Sequence[int]], tokens: int) -> Acceptance:
+    """Acceptance in the rounds of some answers.
+
+    Args:
+        replays: of each answer, the accepted length of a round at every place.
+        tokens: draft tokens a round.
+    """
+    lengths = [answer[place] for answer in replays for place in round_starts(answer)]
+    by_position = [sum(length > k for length in lengths) / max(len(lengths), 1) for k in range(tokens)]
+    positions = sum(len(answer) for answer in replays)
+    first = sum(length > 0 for answer in replays for length in answer)
+    return Acceptance(len(lengths), sum(lengths), by_position, first / max(positions, 1))
 
 
 @torch.inference_mode()
@@ -96,14 +104,27 @@ def replay(
     """Replay greedy rounds over answers that the target gave greedily."""
     device = network.head.device
     ids = vocabulary.ids.to(device)
-    return _rounds(
+    return acceptance(
         [accepted_lengths(network, e, examples.taps(e).to(device), ids, tokens).tolist() for e in chosen], tokens
     )
 
 
+@dataclass(frozen=True)
+class ServedAnswer:
+    """What the serving drafter drafts at every place of one answer.
+
+    Attributes:
+        lengths: accepted draft tokens of a round there.
+        confidences: float32 `[places, tokens]` on the host; None without a confidence head.
+    """
+
+    lengths: list[int]
+    confidences: Tensor | None
+
+
 @torch.inference_mode()
-def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]], tokens: int) -> Acceptance:
-    """Replay greedy rounds with the drafter that serves: its context update, draft pass and heads.
+def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]], tokens: int) -> list[ServedAnswer]:
+    """Draft at every place of answers with the drafter that serves: its context update, draft pass and heads.
 
     Args:
         drafter: the served draft model.
@@ -112,7 +133,7 @@ def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]
         tokens: draft tokens a round.
     """
     backbone, device = drafter.config.backbone, drafter.device
-    replays = []
+    answers = []
     for token_ids, start, taps in chosen:
         count = token_ids.shape[0] - 1
         caches = allocate_caches(
@@ -121,10 +142,14 @@ def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]
         places = torch.arange(count, device=device)
         drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches)
         ids = token_ids.to(device)
-        lengths = []
+        lengths, confidences = [], []
         for anchors in torch.split(places[start:], _REPLAYED_ANCHORS):
             tables = torch.zeros(anchors.shape[0], 1, dtype=torch.int32, device=device)
-            draft = drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
-            lengths.append(_agreement(drafter.propose(ids[anchors], draft).token_ids, ids, anchors))
-        replays.append(torch.cat(lengths).tolist() if lengths else [])
-    return _rounds(replays, tokens)
+            proposal = drafter.propose(
+                ids[anchors], drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
+            )
+            lengths += _agreement(proposal.token_ids, ids, anchors).tolist()
+            if proposal.confidences is not None:
+                confidences.append(proposal.confidences.to("cpu", torch.float32))
+        answers.append(ServedAnswer(lengths, torch.cat(confidences) if confidences else None))
+    return answers

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparkgap.catalog.drafter_settings import DrafterSettings
 from sparkgap.catalog.drafters import vocabulary_tensors, write_speculators
+from sparkgap.catalog.identity import TargetIdentity
 from sparkgap.models.config import ModelConfig
 from sparkgap.train.batches import DraftVocabulary
 from sparkgap.train.config import Method
@@ -15,7 +16,12 @@ from sparkgap.train.network import DraftNetwork
 
 
 def drafter_settings(
-    network: DraftNetwork, method: Method, target: ModelConfig, layer_ids: tuple[int, ...], tokens: int
+    network: DraftNetwork,
+    method: Method,
+    target: ModelConfig,
+    layer_ids: tuple[int, ...],
+    tokens: int,
+    made_for: TargetIdentity | None = None,
 ) -> DrafterSettings:
     """The configuration of a trained network.
 
@@ -25,6 +31,7 @@ def drafter_settings(
         target: what it drafts for.
         layer_ids: captured layers.
         tokens: tokens that a block predicts (N).
+        made_for: identity of the target's weights.
     """
     shape = network.shape
     return DrafterSettings(
@@ -53,9 +60,11 @@ def drafter_settings(
         sample_from_anchor=shape.lead_rows == 0,
         draft_vocab_size=shape.draft_vocab_size,
         markov_rank=shape.markov_rank,
+        markov_head_type=shape.markov_head_type if shape.markov_rank else "vanilla",
         confidence_head=bool(shape.markov_rank),
         confidence_head_with_markov=bool(shape.markov_rank),
         num_target_layers=target.num_layers,
+        made_for=made_for,
     )
 
 
@@ -71,6 +80,10 @@ def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[
         tensors["markov_head.markov_w1.weight"] = network.markov_w1[network.markov_rows]
         tensors["markov_head.markov_w2.weight"] = network.markov_w2
         tensors["confidence_head.proj.weight"] = network.confidence.weight
+        if network.shape.markov_head_type == "gated":
+            tensors["markov_head.gate_proj.weight"] = network.markov_gate.weight
+        elif network.shape.markov_head_type == "rnn":
+            tensors["markov_head.joint_proj.weight"] = network.markov_joint.weight
     reduced = network.shape.draft_vocab_size < network.shape.vocab_size
     if reduced:
         tensors["lm_head.weight"] = network.head

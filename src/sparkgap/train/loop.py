@@ -195,8 +195,9 @@ class Trainer:
         _refresh(replica, self.network)
         hidden = replica(rows.batch)
         markov = replica.markov_states(rows.previous_tokens)
+        latents = replica.markov_latents(hidden, markov, tokens)
         weights = LossWeights(self.loss.cross_entropy, self.loss.total_variation)
-        result = head_loss(hidden, markov, replica.markov_output(), replica.head, rows.targets, weights, normalizer)
+        result = head_loss(hidden, latents, replica.markov_output(), replica.head, rows.targets, weights, normalizer)
         loss = result.loss
         if replica.shape.markov_rank and self.loss.confidence:
             logits = replica.confidence_logits(hidden, markov)

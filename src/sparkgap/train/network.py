@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparkgap.catalog.drafter_settings import MarkovHeadType
+
 
 @dataclass(frozen=True)
 class NetworkShape:
@@ -23,6 +25,7 @@ class NetworkShape:
         markov_tokens: rows of the trained part of W1 (see `DraftNetwork`).
         lead_rows: rows at a block's start that predict nothing: 0 for DSpark, 1 (the anchor's) for DFlash.
         rms_norm_eps, rope_theta: as in the checkpoint's configuration.
+        markov_head_type: `vanilla`, `gated` or `rnn` (see `ops.draft.DraftHeads`).
     """
 
     hidden_size: int
@@ -40,6 +43,7 @@ class NetworkShape:
     lead_rows: int
     rms_norm_eps: float
     rope_theta: float
+    markov_head_type: MarkovHeadType = "vanilla"
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,12 @@ class DraftNetwork(nn.Module):
                 self.markov_w1[0] = 0
             self.markov_w2 = nn.Parameter(torch.zeros(shape.draft_vocab_size, shape.markov_rank))
             self.confidence = Linear(shape.hidden_size + shape.markov_rank, 1, std=0.0)
+            inputs = shape.hidden_size + shape.markov_rank
+            if shape.markov_head_type == "gated":
+                self.markov_gate = Linear(inputs, shape.markov_rank, std=inputs**-0.5)
+            elif shape.markov_head_type == "rnn":
+                inputs += shape.markov_rank
+                self.markov_joint = Linear(inputs, 3 * shape.markov_rank, std=inputs**-0.5)
         self.register_buffer("embedding", embedding.to(dtype), persistent=False)
         self.register_buffer("head", head.to(dtype), persistent=False)
         self.register_buffer("tap_scale", tap_scale, persistent=False)
@@ -283,6 +293,45 @@ class DraftNetwork(nn.Module):
         if not self.shape.markov_rank:
             return self.head[:, :0]
         return self.markov_w2.to(self.dtype)
+
+    def markov_step(self, hidden: Tensor, markov: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What W2 multiplies at one place of each block, and the head's next state.
+
+        Args:
+            hidden: `[blocks, hidden]`, normed hidden states of the rows there.
+            markov: `[blocks, rank]`, `markov_states` of the tokens before.
+            state: `[blocks, rank]` of an `rnn` head; None at the block's start and for other heads.
+
+        Returns:
+            `[blocks, rank]`, and the state after this place (None without one).
+        """
+        kind = self.shape.markov_head_type
+        if not self.shape.markov_rank or kind == "vanilla":
+            return markov, None
+        if kind == "gated":
+            return torch.sigmoid(self.markov_gate(torch.cat([hidden, markov], dim=-1))) * markov, None
+        state = torch.zeros_like(markov) if state is None else state
+        joint: Tensor = self.markov_joint(torch.cat([state, markov, hidden], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        keep = torch.sigmoid(gate)
+        return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
+
+    def markov_latents(self, hidden: Tensor, markov: Tensor, tokens: int) -> Tensor:
+        """What W2 multiplies at every row: `[blocks * tokens, rank]`.
+
+        Args:
+            hidden: `[blocks * tokens, hidden]`, as `forward` gives it.
+            markov: `[blocks * tokens, rank]`, `markov_states` of the tokens before.
+            tokens: tokens that a block predicts.
+        """
+        if self.shape.markov_head_type != "rnn":
+            return self.markov_step(hidden, markov, None)[0]
+        places = hidden.view(-1, tokens, hidden.shape[-1]), markov.view(-1, tokens, markov.shape[-1])
+        state, latents = None, []
+        for place in range(tokens):
+            latent, state = self.markov_step(places[0][:, place], places[1][:, place], state)
+            latents.append(latent)
+        return torch.stack(latents, dim=1).flatten(0, 1)
 
     def confidence_logits(self, hidden: Tensor, markov: Tensor) -> Tensor:
         """Logit of the probability that each drafted token survives: float32 `[rows]`."""

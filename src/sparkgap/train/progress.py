@@ -45,6 +45,12 @@ class Bar:
         with self._lock:
             self._show(done, note)
 
+    def expect(self, total: int) -> None:
+        """The whole is `total` now; shown with the next advance."""
+        with self._lock:
+            self.total = total
+            self._rich.update(self._task, total=total)
+
     def start_from(self, done: int) -> None:
         """`done` were done before, and do not count in the speed."""
         self._initial = done

@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
+from sparkgap.catalog.drafters import write_speculators_config
+from sparkgap.catalog.identity import identify_target
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
 from sparkgap.ops import NativeKernels
 from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, tap_scale, token_counts
 from sparkgap.train.config import TrainConfig
-from sparkgap.train.conversations import collect
+from sparkgap.train.conversations import collect, read_prompts
 from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.features import Example, Examples
@@ -52,6 +54,8 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     work = config.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     _check_settings(work / "settings.json", config)
+    if config.evaluation_prompts is not None:
+        read_prompts(config.evaluation_prompts)
     keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -108,11 +112,16 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     trainer.run()
     trained = time.monotonic()
     settings = drafter_settings(
-        network, config.network.method, target.config, layer_ids, config.network.num_speculative_tokens
+        network,
+        config.network.method,
+        target.config,
+        layer_ids,
+        config.network.num_speculative_tokens,
+        identify_target(checkpoint.config, checkpoint.weights),
     )
     architectures = [target.config.architecture]
     size = export(config.out, trainer.inference_network(), vocabulary, settings, checkpoint.name, architectures)
-    report = {
+    report: dict[str, Any] = {
         "settings": _plain(config),
         "target": {"name": checkpoint.name, "architecture": target.config.architecture},
         "conversations": len(examples.items),
@@ -131,6 +140,14 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         "curve": trainer.history,
     }
     report |= evaluate(config, target, checkpoint.tokenizer, template, examples, held_out, progress)
+    if (calibration := report["confidence_calibration"]) is not None:
+        scaling = tuple(zip(calibration["temperatures"], calibration["offsets"], strict=True))
+        write_speculators_config(
+            config.out,
+            dataclasses.replace(settings, confidence_scaling=scaling),
+            verifier=checkpoint.name,
+            verifier_architectures=architectures,
+        )
     _write_json(config.out / "report.json", report)
     progress.log(f"drafter and report.json are in {config.out}")
     return report
@@ -163,11 +180,13 @@ def _check_settings(path: Path, config: TrainConfig) -> None:
     """
     now = _plain(config)
     if path.exists():
-        before = _flat(json.loads(path.read_text()))
+        # A run may be older than a setting: it was then begun with what is now the setting's default.
+        defaults = _flat(_plain(TrainConfig(config.target, config.out)))
+        before = defaults | _flat(json.loads(path.read_text()))
         for key, value in _flat(now).items():
-            if key not in _MAY_CHANGE and before.get(key) != value:
+            if key not in _MAY_CHANGE and before[key] != value:
                 raise ConfigError(
-                    f"{path.parent.parent} was begun with {key} = {before.get(key)!r}, and is now given {value!r}"
+                    f"{path.parent.parent} was begun with {key} = {before[key]!r}, and is now given {value!r}"
                     "; use the same settings to continue it, or another directory"
                 )
     _write_json(path, now)
@@ -304,6 +323,7 @@ def build_network(
         lead_rows=0 if wanted.method == "dspark" else 1,
         rms_norm_eps=model.rms_norm_eps,
         rope_theta=model.rope.theta,
+        markov_head_type=wanted.markov_head_type,
     )
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(f"num_kv_heads must divide {shape.num_heads} heads, got {shape.num_kv_heads}")

@@ -12,6 +12,8 @@ class Refusal(StrEnum):
 
     SWITCHED_OFF = "task_pipeline is off"
     NO_CAPTURED_GRAPHS = "passes are not captured as graphs"
+    LOOKUP = "draft tokens are looked up in the text"
+    ADAPTIVE_LENGTH = "the number of draft tokens adapts to what pays"
     NOT_SPECULATED = "speculation is switched off for the request"
     SAMPLED_DRAFTS = "draft tokens are sampled"
     LOGPROBS = "log-probabilities are wanted"
@@ -31,6 +33,8 @@ class EngineFacts:
         captured: whether passes are captured as graphs.
         speculates: whether there is a drafter.
         samples_drafts: whether it samples draft tokens of sampled requests.
+        looks_up: whether drafts are looked up in a sequence's own past.
+        adapts_length: whether the host chooses how many draft tokens a round verifies.
         max_context_length: longest context that the drafter can follow; None without one.
     """
 
@@ -38,6 +42,8 @@ class EngineFacts:
     captured: bool
     speculates: bool
     samples_drafts: bool
+    looks_up: bool
+    adapts_length: bool
     max_context_length: int | None
 
 
@@ -51,6 +57,10 @@ def refusals(facts: EngineFacts, sequence: Sequence | None = None) -> tuple[Refu
         found.append(Refusal.SWITCHED_OFF)
     if not facts.captured:
         found.append(Refusal.NO_CAPTURED_GRAPHS)
+    if facts.looks_up:
+        found.append(Refusal.LOOKUP)
+    if facts.adapts_length:
+        found.append(Refusal.ADAPTIVE_LENGTH)
     if sequence is not None:
         found += _refusals_of(facts, sequence)
     return tuple(found)

@@ -1,0 +1,1 @@
+"""HTTP: an OpenAI-compatible server (needs the extra `server`)."""

@@ -1,0 +1,84 @@
+"""Log-probabilities as OpenAI's two endpoints write them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparkgap.catalog.tokenizer import Tokenizer
+from sparkgap.engine.outputs import CompletionOutput, Logprob
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Bytes by the characters that byte-level BPE spells them with (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES_OF_CHARACTERS = _byte_level_alphabet()
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int, text: str) -> list[int]:
+    """The bytes that a token stands for, also where they are a part of a character only.
+
+    Args:
+        tokenizer: spells the token.
+        token_id: the token.
+        text: the token decoded by itself.
+    """
+    if _REPLACEMENT not in text:
+        return list(text.encode())
+    spelled = tokenizer.id_to_token(token_id) or ""
+    match = _BYTE_TOKEN.fullmatch(spelled)
+    if match:
+        return [int(match[1], 16)]
+    if spelled and all(character in _BYTES_OF_CHARACTERS for character in spelled):
+        return [_BYTES_OF_CHARACTERS[character] for character in spelled]
+    return list(text.encode())
+
+
+def chat_logprobs(output: CompletionOutput, number: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `logprobs` of a chat choice.
+
+    Args:
+        output: with log-probabilities.
+        number: alternatives to list at each token.
+        tokenizer: spells tokens.
+    """
+
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token
+        return {"token": text, "logprob": logprob.logprob, "bytes": token_bytes(tokenizer, token_id, text)}
+
+    content = []
+    for token_id, table in zip(output.token_ids, output.logprobs or (), strict=True):
+        top = [entry(other, logprob) for other, logprob in _most_probable(table, number)]
+        content.append({**entry(token_id, table[token_id]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(output: CompletionOutput, number: int, offset: int) -> tuple[dict[str, Any], int]:
+    """The `logprobs` of a plain choice, and where the text of the next token begins.
+
+    Args:
+        output: with log-probabilities.
+        number: alternatives to list at each token, beside the chosen one.
+        offset: characters of the texts of the tokens before.
+    """
+    tokens, values, tops, offsets = [], [], [], []
+    for token_id, table in zip(output.token_ids, output.logprobs or (), strict=True):
+        chosen = table[token_id]
+        tokens.append(chosen.decoded_token)
+        values.append(chosen.logprob)
+        shown = [*_most_probable(table, number), (token_id, chosen)]
+        tops.append({logprob.decoded_token: logprob.logprob for _, logprob in reversed(shown)})
+        offsets.append(offset)
+        offset += len(chosen.decoded_token)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+
+
+def _most_probable(table: Mapping[int, Logprob], number: int) -> Sequence[tuple[int, Logprob]]:
+    return sorted(((i, entry) for i, entry in table.items() if entry.rank <= number), key=lambda pair: pair[1].rank)

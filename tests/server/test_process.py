@@ -1,0 +1,108 @@
+"""`sparkgap serve` as a process: signals under load, and the port after each end."""
+
+import json
+import signal
+import threading
+import time
+
+import httpx
+
+from sparkgap import SamplingParams
+
+from .running import Process, check_error, wait_until
+
+BODY = {"prompt": "ab", "temperature": 0, "max_tokens": 30}
+LOAD = {"prompt": "x", "seed": 1, "max_tokens": 110, "ignore_eos": True, "n": 60, "stream": True}
+
+
+def load(url, results):
+    """A client that reads a stream of many choices as far as it goes; its texts by choice, and whether it ended."""
+    texts, is_done = {}, False
+    try:
+        with httpx.stream("POST", url + "/v1/completions", json=LOAD, timeout=60) as answer:
+            for line in answer.iter_lines():
+                is_done = is_done or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    except httpx.HTTPError:
+        pass
+    results.append((texts, is_done))
+
+
+def under_load(server):
+    """Clients whose streams have begun; functions that give their results."""
+    results = []
+    threads = [threading.Thread(target=load, args=(server.url, results)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    metric = "sparkgap:generation_tokens_total "
+
+    def has_begun():
+        text = httpx.get(server.url + "/metrics").text
+        return any(line.startswith(metric) and float(line.split()[1]) > 50 for line in text.splitlines())
+
+    wait_until(has_begun)
+
+    def finish():
+        for thread in threads:
+            thread.join(60)
+        return results
+
+    return finish
+
+
+def test_signals_restarts_and_the_port(pair, llm, tmp_path):
+    model, drafter = pair
+    settings = tmp_path / "serve.toml"
+    settings.write_text(f'model = "{model}"\nserved-model-name = "tiny"\ndtype = "float32"\nmax-num-seqs = 4\n')
+    arguments = ("--config", settings, "--threads", 1, "--draft", drafter, "--device", "cpu")
+    (expected,) = llm.generate(["ab"], SamplingParams(temperature=0, max_tokens=30))
+
+    def start(port=0):
+        server = Process(*arguments, port=port)
+        answer = httpx.post(server.url + "/v1/completions", json=BODY, timeout=30).json()
+        assert answer["choices"][0]["text"] == expected.outputs[0].text
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
+        return server
+
+    server = start()
+    port = server.port
+    try:
+        # The port is in use: one line, before anything is loaded.
+        other = Process(*arguments, port=port, wait=False)
+        assert other.wait() == 2
+        assert other.lines == [
+            f"sparkgap: error: cannot listen on 127.0.0.1:{port}: Address already in use; "
+            "choose another --port or --host\n"
+        ]
+        # A second signal ends the process at once.
+        finish = under_load(server)
+        server.send(signal.SIGTERM)
+        wait_until(lambda: server.find("draining"))
+        started = time.monotonic()
+        server.send(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
+        assert time.monotonic() - started < 5
+        assert not any(is_done for _, is_done in finish())
+        # Killed under load, and started again on the same port at once.
+        server = start(port)
+        finish = under_load(server)
+        server.send(signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+        assert not any(is_done for _, is_done in finish())
+        # One signal: what runs is finished, what is new is refused.
+        server = start(port)
+        finish = under_load(server)
+        server.send(signal.SIGTERM)
+        wait_until(lambda: server.find("draining"))
+        check_error(httpx.post(server.url + "/v1/completions", json=BODY), 503, type="server_error")
+        assert httpx.get(server.url + "/health").json()["status"] == "draining"
+        results = finish()
+        assert server.wait() == 0
+        assert server.find("stopped")
+        (whole,) = llm.generate(["x"], SamplingParams(seed=1, max_tokens=110, ignore_eos=True, n=60))
+        texts = {output.index: output.text for output in whole.outputs}
+        assert results == [(texts, True), (texts, True)]
+    finally:
+        server.kill()
