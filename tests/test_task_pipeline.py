@@ -454,6 +454,18 @@ def test_on_refuses_with_the_reason_and_auto_says_so(paths):
         make(paths, "maybe")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"prompt_lookup_max": 3}, Refusal.LOOKUP)],
+)
+def test_rounds_that_the_host_shapes_are_refused(paths, changes, reason):
+    config = {"model": paths[1], **changes}
+    with pytest.raises(ConfigError, match=str(reason)):
+        LLM(paths[0], task_pipeline="on", speculative_config=config, **SETTINGS)
+    llm = LLM(paths[0], speculative_config=config, **SETTINGS)
+    assert llm.info()["task_pipeline"] == {"active": False, "refused": [reason]}
+
+
 def test_command_line(paths, capsys, tmp_path):
     arguments = ["--model", paths[0], "--draft", paths[1], "--task-pipeline", "on", "--max-tokens", "9", "--json"]
     prompts = tmp_path / "prompts.txt"
