@@ -16,6 +16,7 @@ enum Fault : uint32_t {
   kSlotOutOfRange = 4,
   kBlockOutOfRange = 8,
   kLengthOutOfRange = 16,
+  kSourceOutOfRange = 32,
 };
 
 // One thread's part of a call.

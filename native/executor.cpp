@@ -11,10 +11,7 @@ namespace nb = nanobind;
 
 namespace sparkgap {
 
-namespace {
-
-void raise_fault(uint32_t fault) {
-  if (!fault) return;
+std::string describe_fault(uint32_t fault) {
   std::string text;
   const auto add = [&](Fault bit, const char* what) {
     if (fault & bit) text += (text.empty() ? "" : "; ") + std::string(what);
@@ -24,7 +21,14 @@ void raise_fault(uint32_t fault) {
   add(kSlotOutOfRange, "a slot lies outside the KV cache");
   add(kBlockOutOfRange, "a block table names a block outside the KV cache");
   add(kLengthOutOfRange, "a sequence is longer than its block table or the given max_length");
-  throw std::out_of_range(text);
+  add(kSourceOutOfRange, "a row of the state between rounds does not exist");
+  return text;
+}
+
+namespace {
+
+void raise_fault(uint32_t fault) {
+  if (fault) throw std::out_of_range(describe_fault(fault));
 }
 
 // `[..., features]` seen as rows of heads: two dimensions are rows of one head.

@@ -36,6 +36,9 @@ struct PackedWeight {
   }
 };
 
+// What the bits of a fault word mean.
+std::string describe_fault(uint32_t fault);
+
 // A recorded list of kernel calls with bound pointers. Holds what the calls point to: the arena as a whole, everything
 // else by itself.
 class Graph {
@@ -46,6 +49,8 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
 
   void replay();  // GIL released while it runs
+  std::span<const Call> calls() const { return calls_; }
+  int threads() const { return threads_; }
   // Kind of each call, and the shortest time in nanoseconds of each thread's share of it in `repeats` runs on the
   // caller's thread, `[calls, threads]`.
   std::vector<std::string> kinds() const;
@@ -125,6 +130,24 @@ class Executor {
   void add_logits(const Tensor& base, const Tensor& bias, const Tensor& out);
   void draft_pick(const Tensor& base, const std::optional<Tensor>& bias, const std::optional<Tensor>& target_ids,
                   const Tensor& token_ids, const Tensor& scores);
+
+  // See sampling.h; `width` rows of each sequence.
+  void draw_tokens(const Tensor& logits, const Tensor& temperatures, const Tensor& log_min_p, const Tensor& top_k,
+                   const Tensor& top_p, const Tensor& seeds, const Tensor& positions, const Tensor& token_ids,
+                   const Tensor& scores);
+  // See rounds.h.
+  void begin_round(const Tensor& sources, const Tensor& staged_anchors, const Tensor& staged_positions,
+                   const Tensor& state_anchors, const Tensor& state_positions, const Tensor& anchors, const Tensor& positions);
+  void verify_rows(const Tensor& anchors, const Tensor& positions, const std::optional<Tensor>& draft_ids,
+                   const Tensor& block_tables, const Tensor& num_blocks, int64_t block_size, int64_t max_length,
+                   const Tensor& token_ids, const Tensor& row_positions, const Tensor& slots);
+  void settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
+                    const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
+                    const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
+                    const std::optional<Tensor>& context_slots, const Tensor& next_anchors, const Tensor& next_positions,
+                    const Tensor& results);
+  void hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,
+                const Tensor& state_positions);
 
   // Memory from the arena of the graph that is being captured; it returns there with the tensor's last view.
   Result empty(const std::vector<int64_t>& shape, const std::string& dtype);

@@ -9,6 +9,7 @@
 #include "cpu_info.h"
 #include "executor.h"
 #include "pool.h"
+#include "stream.h"
 #include "variants.h"
 
 namespace nb = nanobind;
@@ -16,7 +17,10 @@ using namespace nb::literals;
 using sparkgap::Arena;
 using sparkgap::Executor;
 using sparkgap::Graph;
+using sparkgap::Launch;
 using sparkgap::PackedWeight;
+using sparkgap::Program;
+using sparkgap::Stream;
 
 NB_MODULE(_native, m) {
   m.doc() = "Sparkgap's native CPU code.";
@@ -34,6 +38,13 @@ NB_MODULE(_native, m) {
         sparkgap::Pool::shared().shutdown();
       },
       "End the process's compute threads; the next operation starts them again.");
+  m.def(
+      "stop_streams",
+      [] {
+        const nb::gil_scoped_release released;
+        Stream::stop_all();
+      },
+      "End every stream of the process: what runs ends, what waits fails, and nothing can be launched any more.");
 
   nb::class_<PackedWeight>(m, "PackedWeight", "A linear layer's weight in packed form.")
       .def_ro("out_features", &PackedWeight::out_features)
@@ -58,6 +69,25 @@ NB_MODULE(_native, m) {
            "Shortest nanoseconds of each thread's share of each call, run on this thread alone: [calls * threads].")
       .def_prop_ro("bytes", &Graph::bytes)
       .def("__len__", &Graph::size);
+
+  nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>>(), "parts"_a)
+      .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
+      .def("__len__", &Program::size);
+
+  nb::class_<Launch>(m, "Launch", "A program that was given to a stream.")
+      .def_prop_ro("done", &Launch::done)
+      .def_prop_ro("error", &Launch::error)
+      .def("wait", &Launch::wait, "timeout_s"_a)
+      .def("part_times", &Launch::part_times)
+      .def("call_times", &Launch::call_times);
+
+  nb::class_<Stream>(m, "Stream", "Runs programs in order on a thread of its own.")
+      .def(nb::init<>())
+      .def_prop_rw("timed", &Stream::timed, &Stream::set_timed)
+      .def("launch", &Stream::launch, "program"_a)
+      .def("reset", &Stream::reset, "timeout_s"_a)
+      .def("stop", &Stream::stop);
 
   nb::class_<Executor>(m, "Executor", "Runs or records the CPU device's operations.")
       .def(nb::init<int, const std::string&>(), "threads"_a, "variant"_a = "")
@@ -97,7 +127,19 @@ NB_MODULE(_native, m) {
       .def("confidence", &Executor::confidence, "hidden"_a, "embedded"_a.none(), "weight"_a, "bias"_a, "out"_a)
       .def("add_logits", &Executor::add_logits, "base"_a, "bias"_a, "out"_a)
       .def("draft_pick", &Executor::draft_pick, "base"_a, "bias"_a.none(), "target_ids"_a.none(), "token_ids"_a, "scores"_a)
+      .def("draw_tokens", &Executor::draw_tokens, "logits"_a, "temperatures"_a, "log_min_p"_a, "top_k"_a, "top_p"_a, "seeds"_a,
+           "positions"_a, "token_ids"_a, "scores"_a)
+      .def("begin_round", &Executor::begin_round, "sources"_a, "staged_anchors"_a, "staged_positions"_a, "state_anchors"_a,
+           "state_positions"_a, "anchors"_a, "positions"_a)
+      .def("verify_rows", &Executor::verify_rows, "anchors"_a, "positions"_a, "draft_ids"_a.none(), "block_tables"_a,
+           "num_blocks"_a, "block_size"_a, "max_length"_a, "token_ids"_a, "row_positions"_a, "slots"_a)
+      .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
+           "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
+           "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
+      .def("hand_off", &Executor::hand_off, "next_anchors"_a, "next_positions"_a, "state_anchors"_a, "state_positions"_a)
       .def("empty", &Executor::empty, "shape"_a, "dtype"_a);
 
+  // The last registered is called first: streams use the pool.
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
+  nb::module_::import_("atexit").attr("register")(m.attr("stop_streams"));
 }

@@ -41,6 +41,10 @@ uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, int sp
   return now;
 }
 
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 struct Scratch {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -62,8 +66,9 @@ struct Scratch {
 }  // namespace
 
 struct Pool::Job {
-  std::span<const Call> calls;
+  std::span<const std::span<const Call>> lists;
   int threads;
+  Timeline* timeline;
   std::atomic<uint32_t>* fault;
 };
 
@@ -110,13 +115,16 @@ void Pool::grow(int threads, size_t scratch_bytes) {
 }
 
 uint32_t Pool::run(std::span<const Call> calls, int threads) {
-  std::atomic<uint32_t> fault{0};
   size_t scratch_bytes = 0;
   for (const Call& call : calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
+  return run({&calls, 1}, threads, scratch_bytes);
+}
 
+uint32_t Pool::run(std::span<const std::span<const Call>> lists, int threads, size_t scratch_bytes, Timeline* timeline) {
+  std::atomic<uint32_t> fault{0};
   const std::lock_guard lock(mutex_);
   grow(threads, scratch_bytes);
-  const Job job{calls, threads, &fault};
+  const Job job{lists, threads, timeline, &fault};
   const Placement::CallerGuard placed(placement_, threads);
   for (int i = 1; i < threads; i++) {
     Member& member = *members_[i];
@@ -148,11 +156,18 @@ std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uin
 
 void Pool::execute(const Job& job, int index) {
   // The job lives on the caller's stack and is gone once the last barrier opens.
-  const std::span<const Call> calls = job.calls;
+  const std::span<const std::span<const Call>> lists = job.lists;
   const Worker worker{index, job.threads, members_[index]->scratch.data, job.fault};
-  for (const Call& call : calls) {
-    call.run(worker);
-    if (worker.count > 1) barrier(worker.count);
+  Timeline* const timeline = index == 0 ? job.timeline : nullptr;
+  for (const std::span<const Call> calls : lists) {
+    if (timeline) timeline->lists.push_back(now_ns());
+    for (const Call& call : calls) {
+      if (timeline) timeline->calls.push_back(now_ns());
+      call.run(worker);
+      if (worker.count > 1) barrier(worker.count);
+      if (timeline) timeline->calls.push_back(now_ns());
+    }
+    if (timeline) timeline->lists.push_back(now_ns());
   }
 }
 

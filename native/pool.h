@@ -14,6 +14,12 @@
 
 namespace sparkgap {
 
+// When lists and calls ran, in nanoseconds of steady time: begin and end of each. A call's end is when all threads have
+// ended it.
+struct Timeline {
+  std::vector<int64_t> lists, calls;
+};
+
 class Pool {
  public:
   // The process's pool. After a fork the child gets a new one: threads do not survive a fork.
@@ -23,6 +29,9 @@ class Pool {
   // threads have ended the one before. Returns the faults. Blocks while another caller's list runs.
   uint32_t run(std::span<const Call> calls, int threads);
 
+  // The same for several lists in a row, whose calls need at most `scratch_bytes`. Times go to `timeline` unless it is
+  // null, which costs a branch a call.
+  uint32_t run(std::span<const std::span<const Call>> lists, int threads, size_t scratch_bytes, Timeline* timeline = nullptr);
   // Runs `calls` on the caller's thread alone, as each of `threads` threads in turn: nanoseconds of every share of every
   // call, `[calls, threads]`. Shares that wait for nobody show what a call costs and how evenly it is cut.
   std::vector<int64_t> measure(std::span<const Call> calls, int threads, uint32_t* fault);

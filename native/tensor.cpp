@@ -58,6 +58,7 @@ Tensor::Type type_of(nb::dlpack::dtype dtype) {
   if (dtype.lanes != 1) return Type::kOther;
   const auto is = [&](Code code, int bits) { return dtype.code == uint8_t(code) && dtype.bits == bits; };
   if (is(Code::Float, 32)) return Type::kFloat32;
+  if (is(Code::Float, 64)) return Type::kFloat64;
   if (is(Code::Bfloat, 16)) return Type::kBFloat16;
   if (is(Code::Int, 8)) return Type::kInt8;
   if (is(Code::UInt, 8)) return Type::kUInt8;
@@ -84,6 +85,7 @@ bool fill(const nb::dlpack::dltensor& view, Tensor* out) {
 const char* name_of(Tensor::Type type) {
   switch (type) {
     case Tensor::Type::kFloat32: return "float32";
+    case Tensor::Type::kFloat64: return "float64";
     case Tensor::Type::kBFloat16: return "bfloat16";
     case Tensor::Type::kInt8: return "int8";
     case Tensor::Type::kUInt8: return "uint8";

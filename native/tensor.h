@@ -14,7 +14,7 @@ namespace sparkgap {
 struct Tensor {
   static constexpr int kMaxDims = 6;
 
-  enum class Type { kFloat32, kBFloat16, kInt8, kUInt8, kInt32, kInt64, kOther };
+  enum class Type { kFloat32, kFloat64, kBFloat16, kInt8, kUInt8, kInt32, kInt64, kOther };
 
   PyObject* object = nullptr;  // borrowed
   void* data = nullptr;

@@ -14,7 +14,7 @@ from sparkgap.graphs.family import BUCKETS, row_buckets
 
 from .speculating_model import write_looping_pair
 
-SETTINGS = {"threads": 1, "device": "cpu", "max_model_len": 96}
+SETTINGS = {"threads": 1, "device": "cpu", "max_model_len": 96, "task_pipeline": "off"}
 PROMPTS = ["hello", [1], "a longer prompt, to have rows of several lengths", [200, 9, 30, 77], "zq"]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
@@ -134,7 +134,7 @@ def test_without_native_kernels_passes_are_eager(paths):
 def test_json_report(paths, capsys, value):
     arguments = ["generate", "--raw", "hello", "--model", paths[0], "--draft", paths[1], "--max-tokens", "9", "--json"]
     with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--ignore-eos", "--graphs", value])
+        main([*arguments, "--ignore-eos", "--graphs", value, "--task-pipeline", "off"])
     assert exit_info.value.code == 0
     report = json.loads(capsys.readouterr().out)
     graphs, rounds = report["graphs"], report["metrics"]["draft_rounds"]

@@ -277,6 +277,12 @@ struct DraftPick {
   float* scores;
 };
 
+// The first place of the largest of a row, and that value; a NaN is larger than every number.
+struct LargestLogit {
+  int64_t place;
+  float value;
+};
+
 struct KernelTable {
   const char* name;
   Kernel<PackInt8> pack_int8;
@@ -303,6 +309,9 @@ struct KernelTable {
   Kernel<PagedAttention> paged_attention;
   Kernel<PagedAttention> paged_attention_join;  // second step when `partial` is given
   Kernel<BlockAttention> block_attention;
+  LargestLogit (*largest_logit)(const float* logits, int64_t n);
+  // exp((logits - largest) / temperature), 0 where the scaled logit is below `lowest`.
+  void (*weigh_logits)(const float* logits, int64_t n, float largest, float temperature, float lowest, float* weights);
   size_t (*attention_scratch_bytes)(int64_t heads, int64_t kv_heads, int64_t head_dim);
 };
 

@@ -32,6 +32,8 @@ const KernelTable table = {
     .paged_attention = paged_attention,
     .paged_attention_join = paged_attention_join,
     .block_attention = block_attention,
+    .largest_logit = largest_logit,
+    .weigh_logits = weigh_logits,
     .attention_scratch_bytes = attention_scratch_bytes,
 };
 

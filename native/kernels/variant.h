@@ -29,6 +29,8 @@ void draft_pick(const DraftPick&, Worker);
 void paged_attention(const PagedAttention&, Worker);
 void paged_attention_join(const PagedAttention&, Worker);
 void block_attention(const BlockAttention&, Worker);
+LargestLogit largest_logit(const float* logits, int64_t n);
+void weigh_logits(const float* logits, int64_t n, float largest, float temperature, float lowest, float* weights);
 size_t attention_scratch_bytes(int64_t heads, int64_t kv_heads, int64_t head_dim);
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

@@ -19,6 +19,7 @@ def usable_cores(cgroup_root: str = "/sys/fs/cgroup", cgroup_membership: str = "
 
 def supported_variants() -> list[str]: ...
 def shutdown_pool() -> None: ...
+def stop_streams() -> None: ...
 
 class PackedWeight:
     @property
@@ -44,6 +45,27 @@ class Graph:
     def kinds(self) -> list[str]: ...
     def profile(self, repeats: int) -> list[int]: ...
     def __len__(self) -> int: ...
+
+class Program:
+    def __init__(self, parts: list[Graph]) -> None: ...
+    def replay(self) -> None: ...
+    def __len__(self) -> int: ...
+
+class Launch:
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def part_times(self) -> list[int]: ...
+    def call_times(self) -> list[int]: ...
+
+class Stream:
+    timed: bool
+    def __init__(self) -> None: ...
+    def launch(self, program: Program) -> Launch: ...
+    def reset(self, timeout_s: float) -> bool: ...
+    def stop(self) -> None: ...
 
 class Executor:
     def __init__(self, threads: int, variant: str = "") -> None: ...
@@ -148,5 +170,59 @@ class Executor:
     def add_logits(self, base: Tensor, bias: Tensor, out: Tensor) -> None: ...
     def draft_pick(
         self, base: Tensor, bias: Tensor | None, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor
+    ) -> None: ...
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        log_min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        scores: Tensor,
+    ) -> None: ...
+    def begin_round(
+        self,
+        sources: Tensor,
+        staged_anchors: Tensor,
+        staged_positions: Tensor,
+        state_anchors: Tensor,
+        state_positions: Tensor,
+        anchors: Tensor,
+        positions: Tensor,
+    ) -> None: ...
+    def verify_rows(
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        draft_ids: Tensor | None,
+        block_tables: Tensor,
+        num_blocks: Tensor,
+        block_size: int,
+        max_length: int,
+        token_ids: Tensor,
+        row_positions: Tensor,
+        slots: Tensor,
+    ) -> None: ...
+    def settle_round(
+        self,
+        picks: Tensor,
+        scores: Tensor,
+        draft_ids: Tensor | None,
+        draft_scores: Tensor | None,
+        positions: Tensor,
+        row_positions: Tensor,
+        slots: Tensor,
+        context_length: int,
+        context_positions: Tensor | None,
+        context_slots: Tensor | None,
+        next_anchors: Tensor,
+        next_positions: Tensor,
+        results: Tensor,
+    ) -> None: ...
+    def hand_off(
+        self, next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor
     ) -> None: ...
     def empty(self, shape: list[int], dtype: str) -> Tensor: ...

@@ -229,6 +229,7 @@ class LLM:
             "speculation": self._speculation_info(),
             "drafter_note": loaded.drafter_note,
             "graphs": self._graphs_info(),
+            "task_pipeline": self._pipeline_info(),
         }
 
     def graph_counts(self) -> dict[str, Any]:
@@ -256,6 +257,17 @@ class LLM:
             "memory_bytes": counters.memory_bytes,
             "sequences": list(passes.buckets),
             "context_graph": passes.context_graph,
+        }
+
+    def _pipeline_info(self) -> dict[str, Any]:
+        runner = self._loaded.pipeline
+        if runner is None:
+            return {"active": False, "refused": list(self._loaded.pipeline_refusals)}
+        return {
+            "active": True,
+            "slots": len(runner.pipeline.slots),
+            "memory_bytes": runner.pipeline.nbytes,
+            "refused_rounds": dict(runner.refused),
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:

@@ -22,14 +22,18 @@ MAX_LOGPROBS = 20
 GRAPHS = ("auto", "on", "off")
 """Values of `EngineConfig.graphs`; `auto` is on where the device can record passes."""
 
+TASK_PIPELINES = ("auto", "on", "off")
+"""Values of `EngineConfig.task_pipeline`; `auto` is on where rounds can be chained on the device."""
+
 CONTEXT_GRAPHS = ("auto", "off", "compact", "masked")
 """Values of `EngineConfig.context_graph`."""
 
 EXECUTION_MODES: Mapping[str, Mapping[str, Any]] = {
-    "eager": {"graphs": "off", "context_graph": "off"},
-    "graphs": {"graphs": "on", "context_graph": "off"},
-    "compact": {"graphs": "on", "context_graph": "compact"},
-    "masked": {"graphs": "on", "context_graph": "masked"},
+    "eager": {"graphs": "off", "context_graph": "off", "task_pipeline": "off"},
+    "graphs": {"graphs": "on", "context_graph": "off", "task_pipeline": "off"},
+    "compact": {"graphs": "on", "context_graph": "compact", "task_pipeline": "off"},
+    "masked": {"graphs": "on", "context_graph": "masked", "task_pipeline": "off"},
+    "pipeline": {"graphs": "on", "context_graph": "auto", "task_pipeline": "on"},
 }
 """Ways to run a round that checks and benches compare, as settings of `EngineConfig`. All give the same tokens."""
 
@@ -386,6 +390,9 @@ class EngineConfig:
         speculative_config: with which drafter, and how; a mapping is turned into a `SpeculativeConfig`. None speculates
             with the drafter that comes with Sparkgap for the target, if there is one.
         graphs: one of `GRAPHS`, or True or False: whether decode passes are captured at startup and replayed.
+        task_pipeline: one of `TASK_PIPELINES`, or True or False: whether rounds are chained on the device, so that the
+            host learns of a round while the next one runs. Requests that this cannot serve take rounds that the host
+            carries.
         context_graph: one of `CONTEXT_GRAPHS`: how a round updates the drafter's context when passes are captured.
             `masked` replays a graph over all rows, where rejected ones write nothing; `compact` one for as many rows as
             were accepted, which the host copies together; `off` computes the accepted rows eagerly. `auto` is `masked`,
@@ -414,12 +421,18 @@ class EngineConfig:
     speculation: bool = True
     speculative_config: SpeculativeConfig | None = None
     graphs: str | bool = "auto"
+    task_pipeline: str | bool = "auto"
     context_graph: str = "auto"
     allow_download: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.graphs, bool):
-            object.__setattr__(self, "graphs", "on" if self.graphs else "off")
+        for name in ("graphs", "task_pipeline"):
+            if isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, "on" if getattr(self, name) else "off")
+        _check(
+            self.task_pipeline in TASK_PIPELINES,
+            f"task_pipeline must be one of {', '.join(TASK_PIPELINES)}, got {self.task_pipeline!r}",
+        )
         _check(self.graphs in GRAPHS, f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
         _check(
             self.context_graph in CONTEXT_GRAPHS,

@@ -96,7 +96,8 @@ def test_identical(llm, prompts):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_wrong_token_is_found_where_it_is(llm, prompts, monkeypatch, size):
+def test_a_wrong_token_is_found_where_it_is(pair, prompts, monkeypatch, size):
+    llm = LLM(pair[0], speculative_config={"model": pair[1]}, task_pipeline="off", **SETTINGS)
     off = SamplingParams(temperature=0, max_tokens=40, speculation=False, logprobs=2)
     plain = [o.outputs[0] for o in llm.generate([p.token_ids for p in prompts], off)]
     monkeypatch.setattr(speculative, "exact_match", wrong_at(5))
@@ -143,11 +144,12 @@ def test_check_command(command, monkeypatch):
     assert (status, report["identical"]) == (0, True)
     assert [(b["batch_size"], b["num_prompts"]) for b in report["batches"]] == [(2, 2)]
     monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
-    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1")
+    on_the_host = ("--task-pipeline", "off")
+    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", *on_the_host)
     assert status == 1
     assert "DIFFERENT" in out
     assert "margin" in out
-    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", "--json")
+    status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", "--json", *on_the_host)
     report = json.loads(out)
     assert (status, report["identical"]) == (1, False)
     difference = report["batches"][0]["differences"][0]
@@ -376,7 +378,7 @@ def flipped(output):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--mode", "fast"], "mode must be one of eager, graphs, compact, masked, got 'fast'"),
+        (["--mode", "fast"], "mode must be one of eager, graphs, compact, masked, pipeline, got 'fast'"),
         (["--mode", "compact", "--graphs", "on"], "leave out --graphs"),
         (["--mode", "compact", "--context-graph", "off"], "leave out --context-graph"),
     ],
@@ -408,7 +410,7 @@ def test_distribution_command(command, monkeypatch):
     assert report["speculation"]["num_speculative_tokens"] == 2
     assert all(test["p_value"] is None or 0 < test["p_value"] <= 1 for test in report["tests"])
     monkeypatch.setattr(speculative, "exact_match", wrong_at(1))
-    status, out, err = command(*arguments)
+    status, out, err = command(*arguments, "--task-pipeline", "off")
     assert (status, err) == (1, "")
     assert "FAILED" in out
     assert "has NOT the target's distribution" in out

@@ -391,7 +391,7 @@ def test_command(command, monkeypatch):
     for part in ("TTFT", "TPOT", "speculative", "speculative / plain", "the same as those without", "GB/s"):
         assert part in " ".join(out.split())
     monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
-    status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0")
+    status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0", "--task-pipeline", "off")
     assert status == 1
     assert "DIFFERENT" in out
 
@@ -418,7 +418,7 @@ def test_matrix(command, monkeypatch, arguments):
         counts = column["graph_counts"]
         assert counts["captures_since_startup"] == 0
         assert (counts["captures_at_startup"] > 0) == (mode != "eager")
-        assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked"))
+        assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked", "pipeline"))
 
 
 def test_matrix_in_markdown(command, monkeypatch):
@@ -507,7 +507,7 @@ def test_command_without_a_drafter(command):
         (["--also-dtype", "int3"], "dtype"),
         (["--limit", "0"], "limit must be at least 1"),
         (["--mode", "compact"], "--mode chooses columns of --matrix"),
-        (["--matrix", "--mode", "fast"], "mode must be one of eager, graphs, compact, masked, got 'fast'"),
+        (["--matrix", "--mode", "fast"], "mode must be one of eager, graphs, compact, masked, pipeline, got 'fast'"),
         (["--matrix", "--graphs", "on"], "leave out --graphs"),
         (["--markdown", "--json"], "contradict"),
     ],

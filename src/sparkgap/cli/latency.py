@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DEFAULT_LIMIT = 3
 """Built-in prompts, one of each category."""
 
-MATRIX_MODES = ("graphs", "compact", "masked")
+MATRIX_MODES = ("graphs", "compact", "masked", "pipeline")
 """Columns of `--matrix` beside plain decoding."""
 
 MATRIX_PROMPT_TOKENS = 1868

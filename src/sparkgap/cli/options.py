@@ -17,6 +17,7 @@ from sparkgap.config import (
     DTYPES,
     GRAPHS,
     QUANTIZATIONS,
+    TASK_PIPELINES,
     EngineConfig,
     SamplingParams,
     SpeculativeConfig,
@@ -129,6 +130,12 @@ class EngineOptions:
     context_graph: Annotated[
         str, _engine("--context-graph", help=f"Context update of a round: {', '.join(CONTEXT_GRAPHS)}; auto: masked.")
     ] = "auto"
+    task_pipeline: Annotated[
+        str,
+        _engine(
+            "--task-pipeline", help=f"Chain rounds on the device: {', '.join(TASK_PIPELINES)}; auto: where it can."
+        ),
+    ] = "auto"
     offline: Annotated[bool, _engine("--offline", help="Never download a model.")] = False
 
     def config(self) -> EngineConfig:
@@ -146,6 +153,7 @@ class EngineOptions:
             speculation=not self.no_speculation,
             speculative_config=self._speculative_config(),
             graphs=self.graphs,
+            task_pipeline=self.task_pipeline,
             context_graph=self.context_graph,
             allow_download=not self.offline,
         )

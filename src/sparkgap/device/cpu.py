@@ -104,6 +104,11 @@ class CpuGraph:
         return [CallTiming(kind, tuple(times[i * threads : (i + 1) * threads])) for i, kind in enumerate(kinds)]
 
     @property
+    def native(self) -> _native.Graph:
+        """The recorded calls, for a program to take."""
+        return self._graph
+
+    @property
     def nbytes(self) -> int:
         """Memory of the recorded calls, without the arena."""
         return self._graph.bytes

@@ -1,8 +1,9 @@
 """Requests in, outputs out: one step at a time."""
 
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from sparkgap.engine.request import OutputKind, Request
 from sparkgap.engine.scheduler import Schedule, Scheduler
 from sparkgap.engine.stats import EngineCounters, EngineStats
 from sparkgap.errors import ConfigError, EngineError, PromptError, QueueFullError
+from sparkgap.rounds.pipeline.runner import PipelinedRunner
 from sparkgap.rounds.random import MASK_64, derive_seed
 from sparkgap.rounds.sequence import RoundOutput, Runner, Sequence
 
@@ -73,7 +75,9 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             num_lookahead_tokens=runner.num_lookahead_tokens,
+            num_rounds_ahead=runner.num_rounds_ahead if isinstance(runner, PipelinedRunner) else 1,
         )
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Completion]] = {}
         self._moved: dict[str, Request] = {}
@@ -190,18 +194,25 @@ class Engine:
 
     def _compute_step(self) -> None:
         self._end_expired()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self._in_flight())
         for sequence in schedule.preempted:
             self.runner.release(sequence)
             self._owners[sequence.sequence_id][0].num_preemptions += 1
             self._counters.num_preemptions += 1
         for sequence, num_cached_tokens in schedule.admitted:
             self._start(self._owners[sequence.sequence_id][0], num_cached_tokens)
-        if schedule.decodes:
-            duration_s = self._compute(schedule.decodes, lambda: self.runner.decode(schedule.decodes))
-            self._counters.num_decode_rounds += 1
-            self._pacer.add_decode(duration_s)
+        self._decode(schedule.decodes)
         self._prefill(schedule)
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        """One round of each sequence: carried by the host, or through the pipeline, whose results come a round late."""
+        started_s = time.perf_counter()
+        direct = self._submit(sequences)
+        if direct:
+            self._compute(direct, lambda: self.runner.decode(direct))
+        if self._consume() or direct:
+            self._counters.num_decode_rounds += 1
+            self._pacer.add_decode(time.perf_counter() - started_s)
 
     def _prefill(self, schedule: Schedule) -> None:
         # A failed round may have ended requests that have another completion among the prompts.
@@ -229,8 +240,34 @@ class Engine:
             self._moved[request_id] = request
             self._end(request, "timeout")
 
+    def _in_flight(self) -> Mapping[int, int]:
+        """Rounds of each sequence that are submitted and not consumed, by its id."""
+        return {} if self._pipelined is None else self._pipelined.in_flight()
+
+    def _submit(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Give the pipeline the rounds that it takes, as many as fit; the sequences that decode without it."""
+        runner = self._pipelined
+        if runner is None:
+            return decodes
+        pipelined, direct = runner.split(decodes)
+        while batch := runner.next_round(pipelined):
+            self._compute(batch, functools.partial(runner.submit, batch))
+            pipelined = [sequence for sequence in pipelined if sequence.sequence_id in self._owners]
+        return [sequence for sequence in direct if sequence.sequence_id in self._owners]
+
+    def _consume(self) -> bool:
+        """Hand out what the oldest round in flight gave, while the one behind it runs; whether there was one."""
+        runner = self._pipelined
+        if runner is None or not (sequences := runner.oldest):
+            return False
+        self._compute(list(sequences), runner.consume)
+        self.scheduler.free_retired(runner.in_flight())
+        return True
+
     def _restart(self) -> None:
         """Forget all that is computed but not the tokens; nobody knows how far an interrupted step came."""
+        if self._pipelined is not None:
+            self._pipelined.reset()
         for request, completion in list(self._owners.values()):
             self.runner.release(completion.sequence)
             if completion.finished:
@@ -279,7 +316,7 @@ class Engine:
     def _make_completion(
         self, index: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, max_tokens: int
     ) -> Completion:
-        sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids)
+        sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids, max_output_tokens=max_tokens)
         self._num_sequences += 1
         return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
@@ -356,7 +393,10 @@ class Engine:
         self._drop(request)
 
     def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
+        if self._in_flight().get(sequence.sequence_id):
+            self.scheduler.retire(sequence)
+        else:
+            self.scheduler.remove(sequence)
         self.runner.release(sequence)
         del self._owners[sequence.sequence_id]
 

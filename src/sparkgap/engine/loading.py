@@ -28,9 +28,14 @@ from sparkgap.models.loading import build_target, check_tensors, expected_shapes
 from sparkgap.models.rope import rotary_bytes
 from sparkgap.ops import Kernels, KVCache, NativeKernels, make_kernels
 from sparkgap.rounds.draft_length import DraftLengthPolicy, draft_lengths
+from sparkgap.rounds.drawing import DeviceDraw
 from sparkgap.rounds.lookup import LookupRunner, PromptLookup
+from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
+from sparkgap.rounds.pipeline.pipeline import Pipeline
+from sparkgap.rounds.pipeline.runner import PipelinedRunner
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
+from sparkgap.rounds.sequence import Runner
 from sparkgap.rounds.speculative import Speculation, SpeculativeRunner
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +58,8 @@ class LoadedEngine:
         quantization: of the network's weights and activations; None without.
         speculation: the drafter; None without speculation.
         passes: what computes the rounds' passes.
+        pipeline: what chains rounds on the device; None without.
+        pipeline_refusals: why there is none.
         drafter_note: what a user should know of a drafter that comes with Sparkgap; None for nothing.
     """
 
@@ -64,6 +71,8 @@ class LoadedEngine:
     quantization: EngineQuantization | None
     speculation: ChosenDrafter | None
     passes: Passes
+    pipeline: PipelinedRunner | None
+    pipeline_refusals: tuple[Refusal, ...]
     drafter_note: str | None = None
 
     @property
@@ -128,7 +137,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         caches, draft_caches = _allocate(config, target, chosen, max_model_len)
     # Some checkpoints name end-of-sequence tokens that their network cannot give.
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
-    sampler = Sampler(checkpoint.name, eos_token_ids)
+    draw = DeviceDraw(kernels) if isinstance(kernels, NativeKernels) else None
+    sampler = Sampler(checkpoint.name, eos_token_ids, draw)
     speculation = None if chosen is None else _speculation(chosen, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if use_graphs and isinstance(kernels, NativeKernels):
@@ -139,9 +149,24 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = LookupRunner(target, caches, sampler, lookup, lookup_tokens(config), max_model_len, passes)
     else:
         runner = PlainRunner(target, caches, sampler, passes)
+    facts = _engine_facts(config, passes, speculation)
+    pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
-    engine = Engine(runner, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
-    return LoadedEngine(engine, checkpoint, target, caches, threads, quantization, chosen, passes, drafter_note)
+    served: Runner = runner if pipelined is None else pipelined
+    engine = Engine(served, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
+    return LoadedEngine(
+        engine,
+        checkpoint,
+        target,
+        caches,
+        threads,
+        quantization,
+        chosen,
+        passes,
+        pipelined,
+        refusals(facts),
+        drafter_note,
+    )
 
 
 def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: EngineQuantization | None) -> int:
@@ -308,3 +333,44 @@ def _capture(
     )
     _logger.info("%s", captured.counters.summary())
     return captured
+
+
+def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation | None) -> EngineFacts:
+    return EngineFacts(
+        str(config.task_pipeline),
+        captured=isinstance(passes, CapturedPasses),
+        speculates=speculation is not None,
+        samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        looks_up=bool(lookup_tokens(config)) or (speculation is not None and speculation.lookup is not None),
+        adapts_length=speculation is not None and speculation.length_policy is not None,
+        max_context_length=None if speculation is None else speculation.drafter.max_context_length,
+    )
+
+
+def _chain(
+    config: EngineConfig,
+    runner: PlainRunner,
+    passes: Passes,
+    kernels: Kernels,
+    facts: EngineFacts,
+    max_model_len: int,
+) -> PipelinedRunner | None:
+    """The runner that chains rounds on the device; None where admission refuses it.
+
+    Raises:
+        ConfigError: it is wanted, and refused.
+    """
+    reasons = refusals(facts)
+    if reasons and config.task_pipeline == "on":
+        raise ConfigError(
+            f"task_pipeline on is not possible: {'; '.join(reasons)}; use task_pipeline auto, or leave out what "
+            "stands against it"
+        )
+    if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
+        return None
+    pipeline = Pipeline(
+        passes, kernels, max_sequences=config.max_num_seqs, max_model_len=max_model_len, counters=passes.counters
+    )
+    passes.counters.memory_bytes += pipeline.nbytes
+    passes.end_startup()
+    return PipelinedRunner(runner, pipeline, facts)

@@ -1,7 +1,7 @@
 """Which sequences a step computes: first come, first served, with chunked prompts and preemption by recompute."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sparkgap.engine.blocks import BlockManager
@@ -42,6 +42,7 @@ class Scheduler:
         max_num_seqs: most running sequences.
         max_model_len: most positions of a sequence.
         num_lookahead_tokens: positions that one decode round may write.
+        num_rounds_ahead: most rounds of a sequence that are submitted before their results are known.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scheduler:
         max_num_seqs: int,
         max_model_len: int,
         num_lookahead_tokens: int,
+        num_rounds_ahead: int = 1,
     ) -> None:
         self.blocks = blocks
         self.prefixes = prefixes
@@ -60,8 +62,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.num_lookahead_tokens = num_lookahead_tokens
+        self.num_rounds_ahead = num_rounds_ahead
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._retired: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -83,12 +87,22 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running, and take its blocks back."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+        self._take_out(sequence)
         self.blocks.free(sequence.block_table)
         self.prefixes.forget(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Forget a sequence that rounds in flight still write for: its blocks are kept until `free_retired`."""
+        self._take_out(sequence)
+        self.prefixes.forget(sequence)
+        self._retired.append(sequence)
+
+    def free_retired(self, in_flight: Mapping[int, int]) -> None:
+        """Take back the blocks of retired sequences that have no round in flight any more."""
+        for sequence in self._retired:
+            if not in_flight.get(sequence.sequence_id):
+                self.blocks.free(sequence.block_table)
+        self._retired = [sequence for sequence in self._retired if sequence.block_table]
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Let all `sequences`, which are all there are, wait to be computed from their first token.
@@ -96,6 +110,9 @@ class Scheduler:
         No block's content is trusted any more.
         """
         self._running.clear()
+        for sequence in self._retired:
+            sequence.block_table.clear()
+        self._retired.clear()
         self._waiting = deque(sequences)
         for sequence in self._waiting:
             sequence.block_table.clear()
@@ -103,25 +120,56 @@ class Scheduler:
         self.blocks.reset()
         self.prefixes.retain(self._waiting)
 
-    def schedule(self) -> Schedule:
-        """Decide the next step, taking the blocks it needs."""
+    def _take_out(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def schedule(self, in_flight: Mapping[int, int] | None = None) -> Schedule:
+        """Decide the next step, taking the blocks it needs.
+
+        Args:
+            in_flight: rounds in flight of each sequence, by its id. Nobody is preempted while there are any, since they
+                write to blocks: when blocks run out, no round is scheduled until all have been consumed.
+        """
         schedule = Schedule()
-        self._schedule_decodes(schedule)
+        is_short = self._schedule_ahead(schedule, in_flight) if in_flight else self._schedule_decodes(schedule)
         budget = self._schedule_running_chunks(schedule)
-        # What a preemption freed is for those who run.
-        if not schedule.preempted:
+        # What a preemption freed, and what is short, is for those who run.
+        if not is_short:
             self._admit(schedule, budget)
         return schedule
 
-    def _reach(self, num_tokens: int) -> int:
-        """Positions that must have blocks for a round after which all of `num_tokens` tokens are computed."""
-        return min(num_tokens + self.num_lookahead_tokens - 1, self.max_model_len)
+    def _reach(self, num_tokens: int, rounds: int = 1) -> int:
+        """Positions that must have blocks for so many rounds, the first of which computes the last of `num_tokens`."""
+        return min(num_tokens - 1 + rounds * self.num_lookahead_tokens, self.max_model_len)
 
-    def _schedule_decodes(self, schedule: Schedule) -> None:
+    def _schedule_decodes(self, schedule: Schedule) -> bool:
+        """Schedule decodes, preempting for them; whether anyone was."""
         for sequence in [s for s in self._running if _is_decoding(s)]:
             # Making room for an older sequence may have taken this one's blocks.
             if sequence.block_table and self._make_room(sequence, schedule):
                 schedule.decodes.append(sequence)
+        self._reserve_ahead(schedule)
+        return bool(schedule.preempted)
+
+    def _schedule_ahead(self, schedule: Schedule, in_flight: Mapping[int, int]) -> bool:
+        """Schedule decodes behind rounds in flight; whether blocks are short."""
+        for sequence in [s for s in self._running if _is_decoding(s)]:
+            rounds = min(in_flight.get(sequence.sequence_id, 0) + 1, self.num_rounds_ahead)
+            if not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens, rounds)):
+                schedule.decodes.clear()
+                return True
+            schedule.decodes.append(sequence)
+        self._reserve_ahead(schedule)
+        return False
+
+    def _reserve_ahead(self, schedule: Schedule) -> None:
+        """Blocks for all the rounds that may be submitted ahead, for whom there are any."""
+        if self.num_rounds_ahead > 1:
+            for sequence in schedule.decodes:
+                self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens, self.num_rounds_ahead))
 
     def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         while not self.blocks.extend(sequence.block_table, self._reach(sequence.num_tokens)):

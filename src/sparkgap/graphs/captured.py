@@ -95,6 +95,10 @@ class CapturedPasses(Passes):
         self.counters.memory_bytes = sum(family.nbytes for family in families) + input_bytes
         self._captures_at_close = executor.captures
 
+    def end_startup(self) -> None:
+        """Count what was captured up to now, by whomever, as captured at startup."""
+        self._captures_at_close = self._executor.captures
+
     def report(self) -> GraphCounters:
         """The counters as they are now."""
         self.counters.captures_since_startup = self._executor.captures - self._captures_at_close

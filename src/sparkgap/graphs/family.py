@@ -108,16 +108,27 @@ class GraphFamily(Generic[Outputs]):
         Raises:
             MissingBindingError: there is none.
         """
+        graph, outputs = self._find(inputs)
+        graph.replay()
+        self.counters.replays[self.name] += 1
+        return outputs
+
+    def graph(self, inputs: Mapping[str, Tensor]) -> CpuGraph:
+        """The graph that was captured over `inputs`, to be part of a program.
+
+        Raises:
+            MissingBindingError: there is none.
+        """
+        return self._find(inputs)[0]
+
+    def _find(self, inputs: Mapping[str, Tensor]) -> tuple[CpuGraph, Outputs]:
         binding = Binding.of(inputs)
         captured = self._graphs.get(binding)
         if captured is None:
             raise MissingBindingError(
                 f"no {self.name} graph is bound to these tensors, and there is no capture after startup: {binding}"
             )
-        graph, outputs = captured
-        graph.replay()
-        self.counters.replays[self.name] += 1
-        return outputs
+        return captured
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], value: object) -> object:

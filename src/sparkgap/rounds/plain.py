@@ -61,6 +61,10 @@ class PlainRunner:
         """Forget what sampling keeps of a sequence."""
         self.sampler.release(sequence)
 
+    def drafter_not_finite(self) -> EngineError:
+        """Why a sequence whose draft's logits are not numbers cannot go on."""
+        raise NotImplementedError("a runner without a drafter drafts nothing")
+
     def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
         """What is to be done after a pass all of whose rows are committed."""
 

@@ -1,10 +1,12 @@
 """Choosing tokens from rows of logits, with their log-probabilities."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from sparkgap.config import SamplingParams
 from sparkgap.errors import EngineError
 from sparkgap.rounds.logits import (
     SamplingRow,
@@ -18,6 +20,9 @@ from sparkgap.rounds.logits import (
 from sparkgap.rounds.random import Purpose, uniform_number
 from sparkgap.rounds.sequence import SampledToken, Sequence, TokenLogprobs
 
+DrawRows = Callable[[Tensor, Seq[SamplingParams], Seq[tuple[int, int]]], Tensor]
+"""Draws a token int64 of each row from logits float32 `[rows, vocab]`, by the row's parameters, seed and position."""
+
 
 class Sampler:
     """Samples rows of different sequences with different parameters; a row's result depends on that row alone.
@@ -25,10 +30,14 @@ class Sampler:
     Attributes:
         model_name: named in errors.
         eos_token_ids: masked while a sequence has fewer than its min_tokens output tokens.
+
+    Args:
+        device_draw: draws tokens in place of torch (`rounds.drawing`).
     """
 
-    def __init__(self, model_name: str, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, model_name: str, eos_token_ids: Seq[int], device_draw: DrawRows | None = None) -> None:
         self.model_name = model_name
+        self._device_draw = device_draw
         self.eos_token_ids = tuple(eos_token_ids)
         self._histories: dict[int, TokenHistory] = {}
 
@@ -89,11 +98,14 @@ class Sampler:
         drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
         if not drawn:
             return logits.argmax(-1)
+        draw_rows = self._device_draw or _draw
+        params = [row.sequence.params for row in rows]
+        keys = [(row.sequence.seed, row.position) for row in rows]
         if len(drawn) == len(rows):
-            return _draw(logits, rows)
+            return draw_rows(logits, params, keys)
         picks = logits.argmax(-1)
         index = torch.tensor(drawn, device=logits.device)
-        picks[index] = _draw(logits[index], [rows[i] for i in drawn])
+        picks[index] = draw_rows(logits[index], [params[i] for i in drawn], [keys[i] for i in drawn])
         return picks
 
     def errors(self, logits: Tensor, processed: Tensor) -> list[EngineError | None]:
@@ -108,12 +120,16 @@ class Sampler:
         open_rows = best if processed is logits else processed.amax(-1).isfinite().tolist()
         return [self._error(*flags) for flags in zip(best, open_rows, strict=True)]
 
+    def not_finite(self) -> EngineError:
+        """Why a row whose logits are not numbers has no token."""
+        return EngineError(
+            f"model {self.model_name} gave logits that are not finite numbers; its weights may be damaged, or "
+            "its values may not fit its dtype: try dtype float32"
+        )
+
     def _error(self, finite: bool, any_left: bool) -> EngineError | None:
         if not finite:
-            return EngineError(
-                f"model {self.model_name} gave logits that are not finite numbers; its weights may be damaged, or "
-                "its values may not fit its dtype: try dtype float32"
-            )
+            return self.not_finite()
         if not any_left:
             return EngineError(
                 f"min_tokens, stop_token_ids and logit_bias leave no token of model {self.model_name} to choose"
@@ -126,9 +142,8 @@ def _is_unprocessed(row: SamplingRow) -> bool:
     return row.num_output_tokens >= params.min_tokens and not params.logit_bias and not has_penalties(params)
 
 
-def _draw(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    drawn = probabilities(logits, [row.sequence.params for row in rows])
-    return draw(drawn, [(row.sequence.seed, row.position) for row in rows], Purpose.TARGET)
+def _draw(logits: Tensor, params: Seq[SamplingParams], keys: Seq[tuple[int, int]]) -> Tensor:
+    return draw(probabilities(logits, params), keys, Purpose.TARGET)
 
 
 def draw(weights: Tensor, keys: Seq[tuple[int, int]], purpose: Purpose) -> Tensor:

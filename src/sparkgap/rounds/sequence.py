@@ -20,6 +20,7 @@ class Sequence:
         output_token_ids: tokens produced so far; the last one is the anchor (not yet in the KV cache).
         num_computed_tokens: positions whose target KV is valid (P in the design).
         block_table: KV blocks of positions `i * block_size ...`.
+        max_output_tokens: the sequence ends with so many at the latest; None where that is not known.
     """
 
     sequence_id: int
@@ -29,6 +30,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    max_output_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

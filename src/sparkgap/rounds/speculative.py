@@ -256,16 +256,20 @@ class SpeculativeRunner(PlainRunner):
     def _output(self, settlement: Settlement, num_draft_tokens: int, drafter_is_finite: bool) -> RoundOutput:
         error = settlement.error
         if error is None and not drafter_is_finite:
-            error = EngineError(
-                f"drafter {self.speculation.drafter.name} gave logits that are not finite numbers; its weights "
-                "may be damaged, or its values may not fit its dtype: try dtype float32, or run without speculation"
-            )
+            error = self.drafter_not_finite()
         if error is not None:
             return RoundOutput(error=error)
         return RoundOutput(
             settlement.tokens,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=settlement.num_accepted,
+        )
+
+    def drafter_not_finite(self) -> EngineError:
+        """See `PlainRunner.drafter_not_finite`."""
+        return EngineError(
+            f"drafter {self.speculation.drafter.name} gave logits that are not finite numbers; its weights "
+            "may be damaged, or its values may not fit its dtype: try dtype float32, or run without speculation"
         )
 
     def _integers(self, values: Seq[int]) -> Tensor:

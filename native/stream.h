@@ -1,0 +1,88 @@
+// An ordered stream of launches on a thread of its own: what is launched runs in order, without the GIL and without
+// the host.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "executor.h"
+#include "pool.h"
+
+namespace sparkgap {
+
+// Graphs that are replayed one after another by one launch.
+class Program {
+ public:
+  explicit Program(std::vector<std::shared_ptr<Graph>> parts);
+
+  size_t size() const { return parts_.size(); }
+  void replay();  // on the caller's thread, GIL released
+
+ private:
+  friend class Stream;
+
+  uint32_t run(Timeline* timeline) const;
+
+  std::vector<std::shared_ptr<Graph>> parts_;
+  std::vector<std::span<const Call>> lists_;
+  size_t scratch_bytes_ = 0;
+  int threads_ = 1;
+};
+
+struct StreamState;  // what a stream's thread and its users share
+
+// One launch of a program. Made by `Stream::launch`.
+class Launch {
+ public:
+  bool done() const;
+  // Waits for the end; false when it has not come after `timeout_s` seconds. GIL released.
+  bool wait(double timeout_s) const;
+  // Why it failed; empty when it did not, or is not done.
+  std::string error() const;
+  // Nanoseconds of steady time, where the stream keeps a timeline, else empty: begin and end of each part, then begin
+  // and end of each call of all parts.
+  std::vector<int64_t> part_times() const;
+  std::vector<int64_t> call_times() const;
+
+ private:
+  friend class Stream;
+
+  std::shared_ptr<Program> program_;
+  std::shared_ptr<StreamState> shared_;
+  bool done_ = false;  // this and the following under the shared mutex
+  std::string error_;
+  Timeline timeline_;
+};
+
+// Runs launches first in, first out. After one that fails, those behind it fail without running, until `reset`: they
+// would begin from what it left half done.
+class Stream {
+ public:
+  Stream();
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  // Takes a program; returns at once. Throws std::runtime_error after `stop`.
+  std::shared_ptr<Launch> launch(std::shared_ptr<Program> program);
+  // Waits until nothing runs or waits, and forgets a failure; false when that takes longer. GIL released.
+  bool reset(double timeout_s);
+  // Fails what waits, lets what runs end, and ends the thread. Launches after it are refused.
+  void stop();
+  static void stop_all();  // every stream of the process
+
+  bool timed() const;
+  void set_timed(bool timed);
+
+ private:
+  static void work(std::shared_ptr<StreamState> shared);
+
+  std::shared_ptr<StreamState> shared_;
+};
+
+}  // namespace sparkgap

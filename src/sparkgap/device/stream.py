@@ -1,0 +1,62 @@
+"""Streams of the CPU device: programs of graphs that run in order on a thread of their own, without the GIL."""
+
+from collections.abc import Sequence
+
+from sparkgap import _native
+from sparkgap.device.cpu import CpuGraph
+
+
+class CpuProgram:
+    """Graphs that one launch replays one after another. Keeps them, and all that they read and write, alive.
+
+    Attributes:
+        names: of the graphs, in order, for those who look at the times of a launch.
+    """
+
+    def __init__(self, graphs: Sequence[tuple[str, CpuGraph]]) -> None:
+        self.names = tuple(name for name, _ in graphs)
+        self._native = _native.Program([graph.native for _, graph in graphs])
+
+    def replay(self) -> None:
+        """Run it on this thread.
+
+        Raises:
+            IndexError: an index in a tensor lies outside its range.
+        """
+        self._native.replay()
+
+
+class CpuStream:
+    """Runs programs first in, first out. `_native.Launch` is what is known of each.
+
+    After a launch that fails, those behind it fail without running until `reset`: they would begin from what it left
+    half done.
+    """
+
+    def __init__(self) -> None:
+        self._native = _native.Stream()
+
+    @property
+    def timed(self) -> bool:
+        """Whether launches keep the times of their graphs and kernel calls."""
+        return self._native.timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        self._native.timed = timed
+
+    def launch(self, program: CpuProgram) -> _native.Launch:
+        """Take a program; returns at once.
+
+        Raises:
+            RuntimeError: the stream was stopped.
+        """
+        return self._native.launch(program._native)
+
+    def reset(self, timeout_s: float) -> bool:
+        """Wait until nothing runs or waits, and forget a failure; False when that takes longer."""
+        return self._native.reset(timeout_s)
+
+    def stop(self) -> None:
+        """Let what runs end, fail what waits, and take nothing any more."""
+        self._native.stop()

@@ -1,0 +1,107 @@
+"""Reference of the operations that chain rounds on the device; each fills tensors of the caller's.
+
+Between rounds a sequence is its anchor (the last token, not yet in any KV cache) and the anchor's position. A round
+begins from there, lays out the rows to verify, accepts draft tokens, and hands the new anchor and position on.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class RoundStatus(IntEnum):
+    """How a sequence's round ended."""
+
+    GOOD = 0
+    TARGET_NOT_FINITE = 1
+    """A row of the target's logits that was reached has no largest number."""
+    DRAFTER_NOT_FINITE = 2
+    """The same of the drafter's."""
+
+
+def begin_round(
+    sources: Tensor,
+    staged_anchors: Tensor,
+    staged_positions: Tensor,
+    state_anchors: Tensor,
+    state_positions: Tensor,
+    anchors: Tensor,
+    positions: Tensor,
+) -> None:
+    """See `Kernels.begin_round`."""
+    staged = sources < 0
+    rows = sources.clamp(min=0).long()
+    anchors.copy_(torch.where(staged, staged_anchors, state_anchors[rows]))
+    positions.copy_(torch.where(staged, staged_positions, state_positions[rows]))
+
+
+def verify_rows(
+    anchors: Tensor,
+    positions: Tensor,
+    draft_ids: Tensor | None,
+    block_tables: Tensor,
+    num_blocks: Tensor,
+    block_size: int,
+    max_length: int,
+    token_ids: Tensor,
+    row_positions: Tensor,
+    slots: Tensor,
+) -> None:
+    """See `Kernels.verify_rows`."""
+    columns = [anchors[:, None]] if draft_ids is None else [anchors[:, None], draft_ids]
+    tokens = torch.cat(columns, dim=1)
+    pads = (num_blocks == 0)[:, None]
+    place = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    last = torch.where(pads, 0, max_length - 1)
+    writes = ~pads & (place <= last)
+    place = torch.minimum(place, last)
+    blocks = block_tables.gather(1, place // block_size).long()
+    token_ids.copy_(tokens.flatten())
+    row_positions.copy_(place.flatten())
+    slots.copy_(torch.where(writes, blocks * block_size + place % block_size, -1).flatten())
+
+
+def settle_round(
+    picks: Tensor,
+    scores: Tensor,
+    draft_ids: Tensor | None,
+    draft_scores: Tensor | None,
+    positions: Tensor,
+    row_positions: Tensor,
+    slots: Tensor,
+    context_length: int,
+    context_positions: Tensor | None,
+    context_slots: Tensor | None,
+    next_anchors: Tensor,
+    next_positions: Tensor,
+    results: Tensor,
+) -> None:
+    """See `Kernels.settle_round`."""
+    sequences = positions.shape[0]
+    rows = picks.view(sequences, -1)
+    width = rows.shape[1]
+    if draft_ids is None or draft_scores is None:
+        accepted = torch.zeros_like(positions)
+        drafter_finite = torch.ones_like(positions, dtype=torch.bool)
+    else:
+        accepted = (rows[:, :-1] == draft_ids).long().cumprod(1).sum(1)
+        drafter_finite = draft_scores.isfinite().all(1)
+    reached = torch.arange(width, device=picks.device) <= accepted[:, None]
+    target_finite = (scores.view(sequences, -1).isfinite() | ~reached).all(1)
+    status = torch.where(drafter_finite, int(RoundStatus.GOOD), int(RoundStatus.DRAFTER_NOT_FINITE))
+    results[:, 0] = accepted
+    results[:, 1] = torch.where(target_finite, status, int(RoundStatus.TARGET_NOT_FINITE))
+    results[:, 2:] = rows
+    if context_positions is not None and context_slots is not None:
+        seen = reached.flatten() & (row_positions < context_length)
+        context_positions.copy_(torch.where(seen, row_positions, 0))
+        context_slots.copy_(torch.where(seen, slots, -1))
+    next_anchors.copy_(rows.gather(1, accepted[:, None])[:, 0])
+    next_positions.copy_(positions + accepted + 1)
+
+
+def hand_off(next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor) -> None:
+    """See `Kernels.hand_off`."""
+    state_anchors[: len(next_anchors)] = next_anchors
+    state_positions[: len(next_positions)] = next_positions

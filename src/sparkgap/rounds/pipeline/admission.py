@@ -1,0 +1,81 @@
+"""What the task pipeline takes, and why it does not take the rest."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sparkgap.rounds.logits import has_penalties
+from sparkgap.rounds.sequence import Sequence
+
+
+class Refusal(StrEnum):
+    """Why an engine, or a sequence's next round, is not for the pipeline."""
+
+    SWITCHED_OFF = "task_pipeline is off"
+    NO_CAPTURED_GRAPHS = "passes are not captured as graphs"
+    LOOKUP = "draft tokens are looked up in the text"
+    ADAPTIVE_LENGTH = "the number of draft tokens adapts to what pays"
+    NOT_SPECULATED = "speculation is switched off for the request"
+    SAMPLED_DRAFTS = "draft tokens are sampled"
+    LOGPROBS = "log-probabilities are wanted"
+    PENALTIES = "a penalty changes the logits"
+    LOGIT_BIAS = "logit_bias changes the logits"
+    MIN_TOKENS = "min_tokens masks tokens"
+    CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
+    TOO_MANY_SEQUENCES = "more sequences than the largest graph"
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What admission must know of an engine.
+
+    Attributes:
+        task_pipeline: the setting: `auto`, `on` or `off`.
+        captured: whether passes are captured as graphs.
+        speculates: whether there is a drafter.
+        samples_drafts: whether it samples draft tokens of sampled requests.
+        looks_up: whether drafts are looked up in a sequence's own past.
+        adapts_length: whether the host chooses how many draft tokens a round verifies.
+        max_context_length: longest context that the drafter can follow; None without one.
+    """
+
+    task_pipeline: str
+    captured: bool
+    speculates: bool
+    samples_drafts: bool
+    looks_up: bool
+    adapts_length: bool
+    max_context_length: int | None
+
+
+def refusals(facts: EngineFacts, sequence: Sequence | None = None) -> tuple[Refusal, ...]:
+    """Why the pipeline does not take an engine or, where one is given, a sequence's next round; empty when it does.
+
+    What it refuses takes the rounds that the host carries from one to the next.
+    """
+    found = []
+    if facts.task_pipeline == "off":
+        found.append(Refusal.SWITCHED_OFF)
+    if not facts.captured:
+        found.append(Refusal.NO_CAPTURED_GRAPHS)
+    if facts.looks_up:
+        found.append(Refusal.LOOKUP)
+    if facts.adapts_length:
+        found.append(Refusal.ADAPTIVE_LENGTH)
+    if sequence is not None:
+        found += _refusals_of(facts, sequence)
+    return tuple(found)
+
+
+def _refusals_of(facts: EngineFacts, sequence: Sequence) -> list[Refusal]:
+    params = sequence.params
+    against = {
+        Refusal.NOT_SPECULATED: facts.speculates and not params.speculation,
+        Refusal.SAMPLED_DRAFTS: facts.samples_drafts and not params.greedy,
+        Refusal.LOGPROBS: params.logprobs is not None,
+        Refusal.PENALTIES: has_penalties(params),
+        Refusal.LOGIT_BIAS: bool(params.logit_bias),
+        Refusal.MIN_TOKENS: len(sequence.output_token_ids) < params.min_tokens,
+        Refusal.CONTEXT_TOO_LONG: facts.max_context_length is not None
+        and sequence.num_computed_tokens > facts.max_context_length,
+    }
+    return [reason for reason, holds in against.items() if holds]

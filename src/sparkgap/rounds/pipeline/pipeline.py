@@ -1,0 +1,178 @@
+"""Prepare, launch, consume: two rounds in flight, first in, first out."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from sparkgap import _native
+from sparkgap.device.stream import CpuStream
+from sparkgap.graphs.counters import GraphCounters
+from sparkgap.graphs.family import buckets_up_to
+from sparkgap.graphs.passes import Passes
+from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.rounds.pipeline.programs import SlotPrograms
+from sparkgap.rounds.pipeline.slot import RoundShape, RoundState, SequenceResult, Slot
+from sparkgap.rounds.sequence import Sequence
+
+_logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 2
+"""Rounds in flight: one that runs, and one that waits for it, so that the device finds its next work at once."""
+
+DEADLINE_S = 300.0
+"""Longest wait for a round."""
+
+
+class RoundFailedError(RuntimeError):
+    """A round in flight gave no result."""
+
+
+@dataclass(frozen=True)
+class RoundInFlight:
+    """A round that was submitted and not consumed.
+
+    Attributes:
+        sequences: in the order of the round's rows.
+        slot: index of the Slot that it runs in.
+        launch: what the stream knows of it.
+    """
+
+    sequences: tuple[Sequence, ...]
+    slot: int
+    launch: _native.Launch
+
+
+class Pipeline:
+    """Rounds chained on the device. One thread at a time calls it, as it does the engine.
+
+    `submit` stages the inputs of a round and returns when the pipeline owns them; the stream patches in what the round
+    before left, drafts, verifies, settles, updates the context and hands the state on; `consume` waits for the oldest
+    round and returns values that the caller owns. Between the verification of a round and the draft of the next lies
+    neither a copy to the host, nor a wait, nor any Python.
+
+    Args:
+        passes: target, caches and drafter.
+        kernels: that compute them.
+        max_sequences: most sequences decoded together.
+        max_model_len: most positions of a sequence.
+        counters: told of captures and replays.
+
+    Attributes:
+        buckets: numbers of sequences that there are programs for, smallest first.
+        slots: what rounds run in.
+        state: what one round leaves to the next.
+        stream: where they run.
+        nbytes: memory of Slots and programs.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        kernels: NativeKernels,
+        *,
+        max_sequences: int,
+        max_model_len: int,
+        counters: GraphCounters,
+    ) -> None:
+        self.buckets = buckets_up_to(max_sequences)
+        width = 1 if passes.drafting is None else passes.drafting.num_speculative_tokens + 1
+        shape = RoundShape(self.buckets[-1], width, passes.caches[0].block_size, max_model_len)
+        self.state = RoundState(shape)
+        self.slots = tuple(Slot(shape) for _ in range(NUM_SLOTS))
+        self.stream = CpuStream()
+        self._counters = counters
+        self._drafts = passes.drafting is not None
+        self._programs = tuple(SlotPrograms(slot, self.state, passes, kernels, counters) for slot in self.slots)
+        with torch.inference_mode():
+            for programs in self._programs:
+                programs.capture(self.buckets)
+        self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
+        self._rounds: deque[RoundInFlight] = deque()
+        self._next_slot = 0
+
+    @property
+    def rounds(self) -> tuple[RoundInFlight, ...]:
+        """Rounds in flight, oldest first."""
+        return tuple(self._rounds)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a round must be consumed before another is submitted."""
+        return len(self._rounds) == NUM_SLOTS
+
+    def in_flight(self, sequence: Sequence) -> int:
+        """Rounds in flight that the sequence takes part in."""
+        return sum(sequence in round_.sequences for round_ in self._rounds)
+
+    def submit(self, sequences: Seq[Sequence]) -> None:
+        """Stage a round and launch it. Either the pipeline owns the round afterwards, or nothing has changed.
+
+        A sequence goes on from the last round submitted where that has it, and otherwise from its own tokens: it must
+        not be in another round in flight then.
+
+        Args:
+            sequences: at least one and at most the largest of `buckets`, with blocks for all positions that the round
+                may write.
+
+        Raises:
+            RuntimeError: the pipeline is full, or has been closed.
+            MissingBindingError: no program is bound to the round's Slot.
+        """
+        if self.is_full:
+            raise RuntimeError(f"{NUM_SLOTS} rounds are in flight; consume one first")
+        bucket = next((bucket for bucket in self.buckets if bucket >= len(sequences)), None)
+        if bucket is None or not sequences:
+            raise ValueError(f"a round has 1 to {self.buckets[-1]} sequences, not {len(sequences)}")
+        program = self._programs[self._next_slot].of(bucket)
+        before = self._rounds[-1].sequences if self._rounds else ()
+        rows = {sequence.sequence_id: row for row, sequence in enumerate(before)}
+        sources = [rows.get(sequence.sequence_id, -1) for sequence in sequences]
+        self.slots[self._next_slot].stage(sequences, sources, bucket)
+        launch = self.stream.launch(program)
+        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, launch))
+        self._next_slot = (self._next_slot + 1) % NUM_SLOTS
+        replays = self._counters.replays
+        replays["target"] += 1
+        if self._drafts:
+            replays["draft"] += 1
+            replays["context"] += 1
+
+    def consume(self) -> list[SequenceResult]:
+        """Wait for the oldest round; what it gave each of its sequences.
+
+        Raises:
+            RoundFailedError: it failed, or has not ended in time. The pipeline is to be `reset`.
+        """
+        oldest = self._rounds[0]
+        if not oldest.launch.wait(DEADLINE_S):
+            raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
+        if oldest.launch.error:
+            raise RoundFailedError(oldest.launch.error)
+        results = self.slots[oldest.slot].read_results(len(oldest.sequences))
+        self._rounds.popleft()
+        return results
+
+    def reset(self) -> None:
+        """Wait for what runs, and drop all rounds in flight; their sequences are where they were on the host.
+
+        Raises:
+            RoundFailedError: what runs does not end.
+        """
+        if self._rounds:
+            _logger.debug("dropping %d rounds in flight", len(self._rounds))
+        if not self.stream.reset(DEADLINE_S):
+            raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
+        self._rounds.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence gives its blocks back."""
+        for slot in self.slots:
+            slot.forget(sequence)
+
+    def close(self) -> None:
+        """End the stream; nothing can be submitted any more."""
+        self.stream.stop()
+        self._rounds.clear()

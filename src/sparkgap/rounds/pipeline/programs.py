@@ -1,0 +1,201 @@
+"""A whole round as one program for each Slot and number of sequences, captured at startup."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sparkgap import _native
+from sparkgap.device.cpu import CpuGraph
+from sparkgap.device.stream import CpuProgram
+from sparkgap.errors import MissingBindingError
+from sparkgap.graphs.captured import named_inputs
+from sparkgap.graphs.counters import GraphCounters
+from sparkgap.graphs.family import GraphFamily
+from sparkgap.graphs.passes import DraftModel, Passes
+from sparkgap.models.heads import Proposal
+from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.rounds.pipeline.slot import RoundState, Slot
+
+
+class _TargetResults(NamedTuple):
+    logits: Tensor
+    captured: Tensor | None
+
+
+class SlotPrograms:
+    """The rounds that a Slot can run: draft, verify, settle, update the context, hand the state on.
+
+    Each part is a graph bound to the Slot's own tensors. Hidden states, logits and draft tokens lie in memory that
+    belongs to the Slot too.
+
+    Args:
+        slot: whose tensors are read and written.
+        state: what rounds begin from and leave.
+        passes: target, caches and drafter.
+        kernels: that compute them.
+        counters: told of the captures.
+    """
+
+    def __init__(
+        self, slot: Slot, state: RoundState, passes: Passes, kernels: NativeKernels, counters: GraphCounters
+    ) -> None:
+        self._slot = slot
+        self._state = state
+        self._passes = passes
+        self._kernels = kernels
+        self._counters = counters
+        executor = kernels.executor
+        self._target: GraphFamily[_TargetResults] = GraphFamily("target", executor, counters)
+        self._draft: GraphFamily[Proposal] = GraphFamily("draft", executor, counters)
+        self._context: GraphFamily[None] = GraphFamily("context", executor, counters)
+        self._arena = _native.Arena()
+        self._between: list[CpuGraph] = []
+        self._programs: dict[int, CpuProgram] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the graphs and of what they compute."""
+        families = (self._target, self._draft, self._context)
+        return sum(family.nbytes for family in families) + sum(graph.nbytes for graph in self._between)
+
+    def capture(self, buckets: Seq[int]) -> None:
+        """Capture a program for each number of sequences, then let the smallest run once, writing no KV."""
+        for bucket in sorted(buckets, reverse=True):
+            self._programs[bucket] = self._capture(bucket)
+        for family in (self._target, self._draft, self._context):
+            family.close()
+        # Until it is first staged, a Slot holds nothing but sequences that only pad.
+        self._programs[min(buckets)].replay()
+
+    def of(self, bucket: int) -> CpuProgram:
+        """The program for `bucket` sequences.
+
+        Raises:
+            MissingBindingError: none was captured.
+        """
+        program = self._programs.get(bucket)
+        if program is None:
+            raise MissingBindingError(
+                f"no round of {bucket} sequences is bound to this Slot, and there is no capture after startup"
+            )
+        return program
+
+    def _capture(self, bucket: int) -> CpuProgram:
+        model = self._passes.drafting
+        parts = [("begin", self._record(lambda: self._begin(bucket)))]
+        proposal: Proposal | None = None
+        if model is not None:
+            graph, proposal = self._capture_draft(bucket, model)
+            parts.append(("draft", graph))
+        parts.append(("lay out", self._record(lambda: self._lay_out(bucket, proposal))))
+        graph, results = self._capture_target(bucket)
+        parts.append(("target", graph))
+        parts.append(("settle", self._record(lambda: self._settle(bucket, results.logits, proposal))))
+        if model is not None:
+            assert results.captured is not None
+            parts.append(("context", self._capture_context(bucket, results.captured, model)))
+        parts.append(("hand off", self._record(lambda: self._hand_off(bucket))))
+        return CpuProgram(parts)
+
+    def _record(self, compute: Callable[[], None]) -> CpuGraph:
+        """A graph of what lies between the passes."""
+        graph = CpuGraph(self._kernels.executor, self._arena)
+        with graph.capture():
+            compute()
+        self._counters.captures_at_startup += 1
+        self._between.append(graph)
+        return graph
+
+    def _begin(self, bucket: int) -> None:
+        slot, state = self._slot, self._state
+        self._kernels.begin_round(
+            slot.sources[:bucket],
+            slot.staged_anchors[:bucket],
+            slot.staged_positions[:bucket],
+            state.anchors,
+            state.positions,
+            slot.anchors[:bucket],
+            slot.positions[:bucket],
+        )
+
+    def _capture_draft(self, bucket: int, model: DraftModel) -> tuple[CpuGraph, Proposal]:
+        slot = self._slot
+        inputs = {
+            "anchors": slot.anchors[:bucket],
+            "context_lengths": slot.positions[:bucket],
+            "block_tables": slot.block_tables[:bucket],
+        }
+        proposal = self._draft.capture(inputs, lambda: Passes.propose(self._passes, **inputs, max_length=0))
+        return self._draft.graph(inputs), proposal
+
+    def _lay_out(self, bucket: int, proposal: Proposal | None) -> None:
+        slot, shape = self._slot, self._slot.shape
+        end = bucket * shape.width
+        self._kernels.verify_rows(
+            slot.anchors[:bucket],
+            slot.positions[:bucket],
+            None if proposal is None else proposal.token_ids,
+            slot.block_tables[:bucket],
+            slot.num_blocks[:bucket],
+            shape.block_size,
+            shape.max_model_len,
+            slot.token_ids[:end],
+            slot.row_positions[:end],
+            slot.slots[:end],
+        )
+
+    def _capture_target(self, bucket: int) -> tuple[CpuGraph, _TargetResults]:
+        passes, batch = self._passes, self._slot.batch(bucket)
+        inputs = named_inputs(batch)
+
+        def compute() -> _TargetResults:
+            result = passes.target.forward(batch, passes.caches, passes.captured_layers)
+            return _TargetResults(passes.target.logits(result.hidden), result.captured)
+
+        results = self._target.capture(inputs, compute)
+        return self._target.graph(inputs), results
+
+    def _settle(self, bucket: int, logits: Tensor, proposal: Proposal | None) -> None:
+        slot, model = self._slot, self._passes.drafting
+        end = bucket * slot.shape.width
+        picks, scores = slot.picks[:end], slot.scores[:end]
+        sampling = slot.sampling
+        self._kernels.draw_tokens(
+            logits,
+            sampling.temperatures[:bucket],
+            sampling.log_min_p[:bucket],
+            sampling.top_k[:bucket],
+            sampling.top_p[:bucket],
+            sampling.seeds[:bucket],
+            slot.positions[:bucket],
+            picks,
+            scores,
+        )
+        self._kernels.settle_round(
+            picks,
+            scores,
+            None if proposal is None else proposal.token_ids,
+            None if proposal is None else proposal.scores,
+            slot.positions[:bucket],
+            slot.row_positions[:end],
+            slot.slots[:end],
+            0 if model is None else model.drafter.max_context_length,
+            None if model is None else slot.context_positions[:end],
+            None if model is None else slot.context_slots[:end],
+            slot.next_anchors[:bucket],
+            slot.next_positions[:bucket],
+            slot.results[:bucket],
+        )
+
+    def _capture_context(self, bucket: int, captured: Tensor, model: DraftModel) -> CpuGraph:
+        end = bucket * self._slot.shape.width
+        positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
+        inputs = {"captured": captured, "positions": positions, "slots": slots}
+        self._context.capture(inputs, lambda: model.drafter.context_update(captured, positions, slots, model.caches))
+        return self._context.graph(inputs)
+
+    def _hand_off(self, bucket: int) -> None:
+        slot, state = self._slot, self._state
+        self._kernels.hand_off(slot.next_anchors[:bucket], slot.next_positions[:bucket], state.anchors, state.positions)

@@ -1,0 +1,172 @@
+"""Programs on a stream: order, failure, times, and ends at any moment."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+from sparkgap.device.cpu import CpuGraph
+from sparkgap.device.stream import CpuProgram, CpuStream
+from sparkgap.ops.native_kernels import NativeKernels
+
+WAIT_S = 60.0
+
+
+def lookup(kernels: NativeKernels, token_ids: torch.Tensor, table: torch.Tensor) -> tuple[CpuGraph, torch.Tensor]:
+    """A graph that looks token ids up: it fails when one lies outside the table."""
+    graph = CpuGraph(kernels.executor)
+    with graph.capture():
+        rows = kernels.embed(token_ids, table)
+    return graph, rows
+
+
+def counting(kernels: NativeKernels) -> tuple[CpuProgram, torch.Tensor]:
+    """A program that adds 1 to a number: total = total + 1, through two graphs."""
+    one, total, kept = torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
+    add, keep = CpuGraph(kernels.executor), CpuGraph(kernels.executor)
+    with add.capture():
+        kernels.executor.add_logits(one, total, kept)
+    with keep.capture():
+        kernels.executor.convert(kept, total)
+    return CpuProgram([("add", add), ("keep", keep)]), total
+
+
+def test_launches_run_in_order() -> None:
+    kernels = NativeKernels(threads=2)
+    program, total = counting(kernels)
+    stream = CpuStream()
+    launches = [stream.launch(program) for _ in range(200)]
+    assert launches[-1].wait(WAIT_S)
+    assert all(launch.done and not launch.error for launch in launches)
+    assert total.item() == 200
+    program.replay()
+    assert total.item() == 201
+
+
+def test_a_failure_fails_what_waits_until_the_stream_is_reset() -> None:
+    kernels = NativeKernels(threads=2)
+    token_ids, table = torch.tensor([3]), torch.arange(8.0).view(4, 2)
+    graph, rows = lookup(kernels, token_ids, table)
+    broken = CpuProgram([("look up", graph)])
+    program, total = counting(kernels)
+    stream = CpuStream()
+    assert stream.launch(broken).wait(WAIT_S)
+    assert rows.tolist() == [[6.0, 7.0]]
+    token_ids[0] = 4
+    launches = [stream.launch(broken), *(stream.launch(program) for _ in range(5))]
+    assert launches[-1].wait(WAIT_S)
+    assert launches[0].error == "a token id lies outside the embedding table"
+    assert {launch.error for launch in launches[1:]} == {"an earlier round failed: " + launches[0].error}
+    assert stream.launch(program).wait(WAIT_S)
+    assert total.item() == 0
+    token_ids[0] = 2
+    assert stream.reset(WAIT_S)
+    launch = stream.launch(program)
+    assert launch.wait(WAIT_S)
+    assert not launch.error
+    assert total.item() == 1
+
+
+def test_times_are_kept_when_wanted() -> None:
+    kernels = NativeKernels(threads=2)
+    program, _ = counting(kernels)
+    stream = CpuStream()
+    plain = stream.launch(program)
+    assert plain.wait(WAIT_S)
+    assert plain.part_times() == plain.call_times() == []
+    stream.timed = True
+    launch = stream.launch(program)
+    assert launch.wait(WAIT_S)
+    parts, calls = launch.part_times(), launch.call_times()
+    assert len(parts) == 2 * len(program.names) == 4
+    assert len(calls) == 2 * 2
+    assert sorted(parts) == parts
+    assert sorted(calls) == calls
+    assert parts[0] <= calls[0] <= calls[1] <= parts[1] <= parts[2]
+
+
+def test_a_stopped_stream_takes_nothing_and_leaves_nobody_waiting() -> None:
+    kernels = NativeKernels(threads=1)
+    program, total = counting(kernels)
+    stream = CpuStream()
+    launches = [stream.launch(program) for _ in range(50)]
+    stream.stop()
+    assert all(launch.wait(WAIT_S) for launch in launches)
+    assert total.item() == sum(not launch.error for launch in launches)
+    assert {launch.error for launch in launches} <= {"", "the stream was stopped"}
+    with pytest.raises(RuntimeError, match="stopped"):
+        stream.launch(program)
+    assert stream.reset(WAIT_S)
+    stream.stop()
+    with pytest.raises(ValueError, match="at least one graph"):
+        CpuProgram([])
+    with pytest.raises(ValueError, match="holds no calls"):
+        CpuProgram([("empty", CpuGraph(kernels.executor))])
+
+
+def test_what_a_program_uses_lives_as_long_as_it_and_no_longer() -> None:
+    kernels = NativeKernels(threads=1)
+    table = torch.arange(8.0).view(4, 2)
+    alive = weakref.ref(table)
+    graph, _ = lookup(kernels, torch.tensor([1]), table)
+    program, stream = CpuProgram([("look up", graph)]), CpuStream()
+    del table, graph
+    gc.collect()
+    assert alive() is not None
+    launch = stream.launch(program)
+    del program
+    assert launch.wait(WAIT_S)
+    assert not launch.error
+    del launch
+    assert stream.reset(WAIT_S)
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(3)", "_native.stop_streams()", "del stream", "os.kill(os.getpid(), 15)"]
+)
+def test_the_interpreter_ends_in_the_middle(ending: str) -> None:
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+import torch
+from sparkgap.device.stream import CpuStream
+from sparkgap.ops.native_kernels import NativeKernels
+from tests.device.test_stream import counting
+kernels = NativeKernels(threads=2)
+program, total = counting(kernels)
+stream = CpuStream()
+launches = [stream.launch(program) for _ in range(20000)]
+{ending}
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert result.returncode == {"sys.exit(3)": 3, "os.kill(os.getpid(), 15)": -15}.get(ending, 0), result.stderr
+    assert result.stderr == ""
+
+
+def test_a_forked_child_is_told_and_does_not_hang() -> None:
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from sparkgap.device.stream import CpuStream
+from sparkgap.ops.native_kernels import NativeKernels
+from tests.device.test_stream import counting
+program, total = counting(NativeKernels(threads=2))
+stream = CpuStream()
+assert stream.launch(program).wait(60)
+child = os.fork()
+if not child:
+    try:
+        stream.launch(program)
+    except RuntimeError as error:
+        sys.exit(7 if "forked" in str(error) else 8)
+    sys.exit(9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert stream.launch(program).wait(60)
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,197 @@
+"""What chains rounds on the device, against its torch reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkgap.device.cpu import CpuGraph
+from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.ops.rounds import RoundStatus
+from sparkgap.ops.torch_kernels import TorchKernels
+
+REFERENCE = TorchKernels()
+MAX_LENGTH, BLOCK_SIZE, CONTEXT_LENGTH = 70, 4, 61
+MAX_BLOCKS = -(-MAX_LENGTH // BLOCK_SIZE)
+some = settings(deadline=None, max_examples=80)
+
+
+def random_round(sequences: int, width: int, seed: int) -> dict[str, torch.Tensor]:
+    """Inputs of every operation of a round, edges among them: padding, the context's end, all and no drafts right."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    rows = sequences * width
+    pads = torch.rand(sequences, generator=generator) < 0.2
+    positions = torch.where(
+        torch.rand(sequences, generator=generator) < 0.3,
+        integers(MAX_LENGTH - width, MAX_LENGTH, sequences),
+        integers(0, MAX_LENGTH, sequences),
+    ).masked_fill(pads, 0)
+    # Few different tokens, so that long prefixes match.
+    drafts = integers(0, 2, width - 1, sequences).t() if width > 1 else None
+    scores = torch.randn(rows, generator=generator)
+    scores[torch.rand(rows, generator=generator) < 0.05] = torch.nan
+    draft_scores = torch.randn(width - 1, sequences, generator=generator).t() if width > 1 else None
+    if draft_scores is not None and torch.rand(1, generator=generator) < 0.3:
+        draft_scores[0, 0] = torch.inf
+    values: dict[str, Any] = {
+        "sources": integers(-1, 9, sequences).int(),
+        "staged_anchors": integers(0, 99, sequences),
+        "staged_positions": integers(0, 99, sequences),
+        "state_anchors": integers(100, 199, 9),
+        "state_positions": integers(100, 199, 9),
+        "positions": positions,
+        "anchors": integers(0, 99, sequences),
+        "draft_ids": drafts,
+        "draft_scores": draft_scores,
+        "block_tables": integers(0, 500, sequences, MAX_BLOCKS).int(),
+        "num_blocks": torch.full((sequences,), MAX_BLOCKS).masked_fill(pads, 0).int(),
+        "picks": integers(0, 2, rows),
+        "scores": scores,
+    }
+    return values
+
+
+def run(kernels: Any, given: dict[str, Any], sequences: int, width: int, *, graph: bool = False) -> dict[str, Any]:
+    """All operations one after the other; what they fill, which starts as rubbish."""
+    rows = sequences * width
+    filled: dict[str, Any] = {
+        name: torch.full((size,), -7)
+        for name, size in {
+            "anchors": sequences,
+            "positions": sequences,
+            "token_ids": rows,
+            "row_positions": rows,
+            "slots": rows,
+            "context_positions": rows,
+            "context_slots": rows,
+            "next_anchors": sequences,
+            "next_positions": sequences,
+        }.items()
+    }
+    filled["results"] = torch.full((sequences, width + 2), -7)
+    state = (given["state_anchors"].clone(), given["state_positions"].clone())
+
+    def compute() -> None:
+        kernels.begin_round(
+            given["sources"],
+            given["staged_anchors"],
+            given["staged_positions"],
+            given["state_anchors"],
+            given["state_positions"],
+            filled["anchors"],
+            filled["positions"],
+        )
+        kernels.verify_rows(
+            given["anchors"],
+            given["positions"],
+            given["draft_ids"],
+            given["block_tables"],
+            given["num_blocks"],
+            BLOCK_SIZE,
+            MAX_LENGTH,
+            filled["token_ids"],
+            filled["row_positions"],
+            filled["slots"],
+        )
+        kernels.settle_round(
+            given["picks"],
+            given["scores"],
+            given["draft_ids"],
+            given["draft_scores"],
+            given["positions"],
+            filled["row_positions"],
+            filled["slots"],
+            CONTEXT_LENGTH,
+            filled["context_positions"],
+            filled["context_slots"],
+            filled["next_anchors"],
+            filled["next_positions"],
+            filled["results"],
+        )
+        kernels.hand_off(filled["next_anchors"], filled["next_positions"], *state)
+
+    if graph:
+        recorded = CpuGraph(kernels.executor)
+        with recorded.capture():
+            compute()
+        assert (filled["results"] == -7).all()
+        recorded.replay()
+    else:
+        compute()
+    return filled | {"state_anchors": state[0], "state_positions": state[1]}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@some
+@given(sequences=st.integers(1, 9), width=st.integers(1, 9), seed=st.integers(0, 10**6), graph=st.booleans())
+def test_equals_the_reference(threads: int, sequences: int, width: int, seed: int, graph: bool) -> None:
+    values = random_round(sequences, width, seed)
+    ours = run(NativeKernels(threads=threads), values, sequences, width, graph=graph)
+    expected = run(REFERENCE, values, sequences, width)
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@some
+@given(sequences=st.integers(1, 6), width=st.integers(2, 9), seed=st.integers(0, 10**6))
+def test_settles_as_one_would_by_hand(sequences: int, width: int, seed: int) -> None:
+    values = random_round(sequences, width, seed)
+    ours = run(NativeKernels(threads=1), values, sequences, width)
+    picks, drafts = values["picks"].view(sequences, width).tolist(), values["draft_ids"].tolist()
+    scores = values["scores"].view(sequences, width)
+    for i, (accepted, status, *tokens) in enumerate(ours["results"].tolist()):
+        expected = 0
+        while expected < width - 1 and picks[i][expected] == drafts[i][expected]:
+            expected += 1
+        assert accepted == expected
+        assert tokens == picks[i]
+        assert ours["next_anchors"][i] == picks[i][expected]
+        assert ours["next_positions"][i] == values["positions"][i] + expected + 1
+        if not scores[i, : expected + 1].isfinite().all():
+            assert status == RoundStatus.TARGET_NOT_FINITE
+        elif not values["draft_scores"][i].isfinite().all():
+            assert status == RoundStatus.DRAFTER_NOT_FINITE
+        else:
+            assert status == RoundStatus.GOOD
+        written = ours["context_slots"].view(sequences, width)[i] >= 0
+        assert not written[expected + 1 :].any()
+
+
+def test_a_row_without_its_block_and_a_missing_source_are_faults() -> None:
+    kernels = NativeKernels(threads=1)
+    values = random_round(2, 3, 1)
+    values["positions"], values["num_blocks"] = torch.tensor([5, 30]), torch.tensor([2, 7], dtype=torch.int32)
+    with pytest.raises(IndexError, match="block"):
+        run(kernels, values, 2, 3)
+    values = random_round(2, 3, 1)
+    values["sources"] = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(IndexError, match="state between rounds"):
+        run(kernels, values, 2, 3)
+    values = random_round(1, 3, 1)
+    values["positions"], values["num_blocks"] = (
+        torch.tensor([MAX_LENGTH]),
+        torch.tensor([MAX_BLOCKS], dtype=torch.int32),
+    )
+    with pytest.raises(IndexError, match="position"):
+        run(kernels, values, 1, 3)
+
+
+def test_wrong_operands_are_refused() -> None:
+    kernels = NativeKernels(threads=1)
+    values = random_round(2, 3, 1)
+    for name, wrong in {
+        "sources": values["sources"].long(),
+        "staged_anchors": values["staged_anchors"][:1],
+        "draft_ids": None,
+        "block_tables": values["block_tables"][:1],
+        "scores": values["scores"].double(),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            run(kernels, values | {name: wrong}, 2, 3)
