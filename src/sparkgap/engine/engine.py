@@ -94,7 +94,7 @@ class Engine:
         return self._stats
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do, were it only to take in a round that nobody waits for any more."""
+        """Whether a step has something to do: also rounds in flight of requests that have ended, which hold blocks."""
         return bool(self._requests or self._moved or self._in_flight())
 
     def make_request(
