@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -86,6 +88,28 @@ def test_tokens_are_the_eager_engines(paths, eager, number):
     assert counts["replays"]["target"] > 20
     assert chained.info()["task_pipeline"]["refused_rounds"] == {}
     assert_idle(chained)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_drafts_are_looked_up_as_the_host_does(paths, eager, number):
+    config = {"model": paths[1], "num_speculative_tokens": number, "prompt_lookup_max": 3}
+    chained, host = (
+        LLM(paths[0], task_pipeline=pipeline, speculative_config=config, **SETTINGS) for pipeline in ("on", "off")
+    )
+    sampled = SamplingParams(temperature=0.4, seed=7, max_tokens=60, ignore_eos=True)
+    looped = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for params in (looped, sampled, SamplingParams(temperature=0)):
+        for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[2:5]):
+            ours, theirs = chained.generate(prompts, params), host.generate(prompts, params)
+            expected = tokens(eager.generate(prompts, params))
+            assert tokens(ours) == tokens(theirs) == expected
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.metrics.acceptance_by_position == b.metrics.acceptance_by_position
+                assert a.metrics.draft_rounds == b.metrics.draft_rounds
+    assert chained.info()["task_pipeline"]["refused_rounds"] == {}
+    texts = chained._engine._pipelined.pipeline.texts
+    assert_idle(chained)
+    assert len(texts._free) == texts.count
 
 
 SAMPLED = [
@@ -456,10 +480,10 @@ def test_on_refuses_with_the_reason_and_auto_says_so(paths):
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"prompt_lookup_max": 3}, Refusal.LOOKUP)],
+    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"method": "ngram"}, Refusal.LOOKUP)],
 )
 def test_rounds_that_the_host_shapes_are_refused(paths, changes, reason):
-    config = {"model": paths[1], **changes}
+    config = changes if "method" in changes else {"model": paths[1], **changes}
     with pytest.raises(ConfigError, match=str(reason)):
         LLM(paths[0], task_pipeline="on", speculative_config=config, **SETTINGS)
     llm = LLM(paths[0], speculative_config=config, **SETTINGS)
@@ -496,3 +520,30 @@ assert llm._engine._pipelined.pipeline.rounds
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds(paths, eager):
+    """Joins, leaves and aborts: memory stays flat, tokens right, and acceptance what it was."""
+    llm = make(paths)
+    chance = random.Random(1)
+    expected = dict(zip(map(str, PROMPTS), tokens(eager.generate(PROMPTS, GREEDY)), strict=True))
+    process, sizes, rates = psutil.Process(), [], []
+    while llm.graph_counts()["replays"]["target"] < 10_000:
+        accepted = drafted = 0
+        for _ in range(20):
+            chosen = [chance.choice(PROMPTS) for _ in range(chance.randrange(1, 8))]
+            params = [replace(GREEDY, max_tokens=chance.randrange(1, 41)) for _ in chosen]
+            stream = llm.stream("hello", GREEDY)
+            next(stream)
+            for prompt, one, output in zip(chosen, params, llm.generate(chosen, params), strict=True):
+                assert output.outputs[0].token_ids == expected[str(prompt)][: one.max_tokens]
+                accepted += output.metrics.accepted_draft_tokens
+                drafted += output.metrics.draft_tokens
+            stream.close()
+        sizes.append(process.memory_info().rss)
+        rates.append(accepted / drafted)
+    third = len(sizes) // 3
+    assert max(sizes[-third:]) - max(sizes[:third]) < 8 << 20
+    assert abs(sum(rates[-third:]) - sum(rates[:third])) / third < 0.05
+    assert_idle(llm)

@@ -97,6 +97,10 @@ class Engine:
         """Whether a step has something to do."""
         return bool(self._requests or self._moved)
 
+    def has_rounds_in_flight(self) -> bool:
+        """Whether a step would free blocks, though their requests have ended."""
+        return bool(self._in_flight())
+
     def make_request(
         self,
         prompt: str | Seq[int],

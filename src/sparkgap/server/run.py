@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import ipaddress
 import logging
 import os
@@ -40,10 +41,18 @@ def serve(settings: ServerSettings, listener: socket.socket, load: Callable[[], 
     Raises:
         SparkgapError: the model cannot be loaded.
     """
+
+    def load_for_good() -> LLM:
+        llm = load()
+        # What loading made stays: the collector need not look at it again while requests are served.
+        gc.collect()
+        gc.freeze()
+        return llm
+
     try:
         configure_logging(settings)
         _raise_file_limit()
-        status = ServerProcess(settings, listener, load).serve()
+        status = ServerProcess(settings, listener, load_for_good).serve()
     finally:
         listener.close()
     if status is not None:
