@@ -29,7 +29,7 @@ test: $(VENV)/.installed-dev  ## run the fast tests
 test-slow: $(VENV)/.installed-dev  ## run the long tests too
 	$(PYTEST) -m "slow or not slow"
 
-# The native module apart from the installed one, in a build that checks itself: SANITIZERS=thread looks for data races.
+# The native module apart from the installed one, in a build that checks itself.
 # Leaks are Python's and torch's to report. Sanitizers write to standard error, which pytest must not capture then.
 SANITIZERS ?= address,undefined
 SANITIZED_TESTS ?= tests/native tests/device tests/graphs
