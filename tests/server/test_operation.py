@@ -303,7 +303,7 @@ def test_logs_are_structured_and_discreet(pair, capfd, plain_logging, log_format
         server.post("/v1/completions", BODY | {"prompt": "my secret", "stream": True})
         server.post("/v1/completions", BODY | {"prompt": 5, "user": "my secret"})
         server.get("/v1/%0aINFO%20forged")
-        server.client.post("/v1/completions", data={"prompt": "my secret"})
+        server.client.post(server.url + "/v1/completions", data={"prompt": "my secret"})
     lines = [line for line in capfd.readouterr().err.splitlines() if "request_id" in line]
     assert len(lines) == 5
     assert any("my secret" in line for line in lines) == log_prompts
