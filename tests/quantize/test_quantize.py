@@ -62,6 +62,7 @@ def test_a_directory_stands_alone(
     assert llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
     assert llm.tokenizer.chat_template == checkpoint.tokenizer.chat_template
     assert open_path("out", out).eos_token_ids == checkpoint.eos_token_ids
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     tensors = load_file(out / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected_shapes(
         ModelConfig.from_hf(llm.checkpoint.config)
