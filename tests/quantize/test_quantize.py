@@ -170,8 +170,10 @@ def test_a_model_that_computes_nonsense_is_refused(tmp_path: Path, windows: list
 
 def test_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     llm = LLM(str(checkpoint.path), threads=1)
-    answers = own_answers(llm, 300, seed=1)
+    told: list[int] = []
+    answers = own_answers(llm, 300, seed=1, advance=told.append)
     assert sum(map(len, answers)) in (299, 300)
+    assert sum(told) == 300
     assert answers == own_answers(llm, 300, seed=1)
     plain = tmp_path / "text.txt"
     plain.write_text(TEXT)
