@@ -380,6 +380,7 @@ def test_writes_what_it_reads(config: dict[str, Any], tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(found.weights.get(name), tensor), name
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_writes_the_keys_that_other_engines_read(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class FakeLLM:
     params: list[SamplingParams] = field(default_factory=list)
     before_word: Callable[[int], None] = lambda index: None
     streams_closed: int = 0
+    drafts: dict[str, Any] = field(default_factory=dict)
 
     def info(self) -> dict[str, Any]:
         return {"max_model_len": self.max_model_len}
@@ -86,7 +87,9 @@ class FakeLLM:
             )
             for index in range(params.n)
         ]
-        metrics = RequestMetrics(12.0, 12.5, 37.0, 80.5, 2, params.n * len(self.words)) if finished else None
+        metrics = None
+        if finished:
+            metrics = RequestMetrics(12.0, 12.5, 37.0, 80.5, 2, params.n * len(self.words), **self.drafts)
         return RequestOutput("request-0", None, [1, 2], outputs, finished, metrics)
 
     @staticmethod

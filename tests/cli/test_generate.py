@@ -22,6 +22,15 @@ def test_the_answer_is_on_stdout_and_the_footer_on_stderr(sparkgap: Callable[...
     assert llm.streams_closed == 1
 
 
+def test_the_footer_says_what_became_of_drafts(sparkgap: Callable[..., Any], llm: Any) -> None:
+    assert "draft" not in sparkgap("generate", "hi").err
+    llm.drafts = {"draft_rounds": 4, "draft_tokens": 10, "accepted_draft_tokens": 7, "accepted_per_round": 1.75}
+    for extra in ([], ["--no-stream"]):
+        assert ", 1.75 of 2.5 draft tokens accepted a round" in sparkgap("generate", "hi", *extra).err
+    llm.drafts = {"draft_rounds": 4, "draft_tokens": 28, "accepted_draft_tokens": 0, "accepted_per_round": 0.0}
+    assert ", 0.00 of 7 draft tokens accepted a round" in sparkgap("generate", "hi").err
+
+
 @pytest.mark.parametrize("extra", [[], ["--no-stream"], ["--json"]])
 def test_a_prompt_is_a_user_message_and_raw_is_text(sparkgap: Callable[..., Any], llm: Any, extra: list[str]) -> None:
     assert sparkgap("generate", "hi", *extra).status == 0

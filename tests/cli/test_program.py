@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,20 @@ def test_help_and_bad_input_import_no_torch(command: list[str]) -> None:
         )
         assert result.returncode == status
         assert result.stderr.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["check"], ["serve"], ["quantize"], ["bench"], ["bench", "serve"]]
+)
+def test_help_has_types_beside_values_only_and_fills_its_paragraphs(
+    sparkgap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = sparkgap(*command, "--help").out
+    assert "bool" not in text
+    assert re.search(r"--help +-h +Show this message and exit\.", text)
+    head = text.split("╭")[0]
+    assert all(re.search(r"[.:]$", line.rstrip()) for line in head.splitlines()[3:] if 0 < len(line.strip()) < 150)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["info"], ["info", "--json"]])

@@ -62,6 +62,7 @@ def test_a_directory_stands_alone(
     assert llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
     assert llm.tokenizer.chat_template == checkpoint.tokenizer.chat_template
     assert open_path("out", out).eos_token_ids == checkpoint.eos_token_ids
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     tensors = load_file(out / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected_shapes(
         ModelConfig.from_hf(llm.checkpoint.config)
@@ -169,8 +170,10 @@ def test_a_model_that_computes_nonsense_is_refused(tmp_path: Path, windows: list
 
 def test_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     llm = LLM(str(checkpoint.path), threads=1)
-    answers = own_answers(llm, 300, seed=1)
+    told: list[int] = []
+    answers = own_answers(llm, 300, seed=1, advance=told.append)
     assert sum(map(len, answers)) in (299, 300)
+    assert sum(told) == 300
     assert answers == own_answers(llm, 300, seed=1)
     plain = tmp_path / "text.txt"
     plain.write_text(TEXT)

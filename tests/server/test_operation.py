@@ -303,8 +303,9 @@ def test_logs_are_structured_and_discreet(pair, capfd, plain_logging, log_format
         server.post("/v1/completions", BODY | {"prompt": "my secret", "stream": True})
         server.post("/v1/completions", BODY | {"prompt": 5, "user": "my secret"})
         server.get("/v1/%0aINFO%20forged")
+        server.client.post(server.url + "/v1/completions", data={"prompt": "my secret"})
     lines = [line for line in capfd.readouterr().err.splitlines() if "request_id" in line]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert any("my secret" in line for line in lines) == log_prompts
     if log_format == "text":
         assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z info +request request_id=", line) for line in lines)
@@ -312,7 +313,9 @@ def test_logs_are_structured_and_discreet(pair, capfd, plain_logging, log_format
     facts = [json.loads(line) for line in lines]
     assert facts[0]["request_id"] == "mine"
     assert (facts[0]["status"], facts[0]["completion_tokens"]) == (200, 4)
-    assert [entry["status"] for entry in facts] == [200, 200, 400, 404]
+    assert [entry["status"] for entry in facts] == [200, 200, 400, 404, 415]
+    errors = [entry.get("error") for entry in facts]
+    assert errors == [None, None, "invalid_value", "not_found", "unsupported_media_type"]
     assert {"time", "level", "event", "duration_ms", "client", "path", "ttft_ms"} <= set(facts[0])
     if log_prompts:
         assert facts[0]["answer_0"] == answer["choices"][0]["message"]["content"]

@@ -260,6 +260,7 @@ def write_speculators(
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, partial, {"format": "pt"})
+    partial.chmod(0o644)  # safetensors lets nobody else read
     os.replace(partial, directory / "model.safetensors")
     _replace_config(directory, config)
 

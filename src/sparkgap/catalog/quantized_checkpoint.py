@@ -57,6 +57,7 @@ def write_quantized(
         try:
             weights = staging / "model.safetensors"
             save_file(dict(tensors), weights, {"format": "pt"})
+            weights.chmod(0o644)  # safetensors lets nobody else read
             _write_json(staging / "config.json", _config(original, quantization))
             _write_tokenizer(staging, original)
             size_bytes = weights.stat().st_size

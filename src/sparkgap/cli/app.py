@@ -14,6 +14,7 @@ from sparkgap.cli.chat import chat
 from sparkgap.cli.check import check
 from sparkgap.cli.console import print_error, write_text
 from sparkgap.cli.generate import generate
+from sparkgap.cli.helptext import tidy_help
 from sparkgap.cli.info import info
 from sparkgap.cli.options import with_option_groups
 from sparkgap.cli.pull import pull
@@ -85,6 +86,7 @@ def _abandon_output() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     command = typer.main.get_command(app)
+    tidy_help(command)
     try:
         status = command.main(args=arguments, prog_name="sparkgap", standalone_mode=False)
         write_text("")  # flushes

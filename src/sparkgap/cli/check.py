@@ -35,11 +35,19 @@ def check(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 128,
     batch_size: Annotated[
         list[int] | None,
-        typer.Option("--batch-size", help="Prompts decoded together. May be repeated.", show_default="1 and 8"),
+        typer.Option(
+            "--batch-size",
+            metavar="N",
+            help="Prompts decoded together; default: 1 and 8. May be repeated.",
+        ),
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option("--mode", help=f"Also compare {', '.join(EXECUTION_MODES)}. May be repeated; see --graphs."),
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help=f"Also compare {', '.join(EXECUTION_MODES)}. May be repeated; see --graphs.",
+        ),
     ] = None,
     temperature: Annotated[
         float, typer.Option("--temperature", help="Above 0: test the distribution of sampled tokens instead.")

@@ -48,9 +48,7 @@ def latency(
     repeats: Annotated[int, typer.Option("--repeats", help="Times that every prompt is measured.")] = 5,
     warmups: Annotated[
         int | None,
-        typer.Option(
-            "--warmups", help="Times that it is answered before, unmeasured.", show_default="1; 2 with --matrix"
-        ),
+        typer.Option("--warmups", help="Times that it is answered before, unmeasured; default: 1, or 2 with --matrix."),
     ] = None,
     matrix: Annotated[
         bool,
@@ -62,7 +60,11 @@ def latency(
     ] = False,
     mode: Annotated[
         list[str] | None,
-        typer.Option("--mode", help=f"With --matrix: these of {', '.join(EXECUTION_MODES)} instead. May be repeated."),
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help=f"With --matrix: these of {', '.join(EXECUTION_MODES)} instead. May be repeated.",
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None,

@@ -114,7 +114,11 @@ class EngineOptions:
     ] = None
     speculative_config: Annotated[
         str | None,
-        _engine("--speculative-config", metavar="JSON", help="Speculation as JSON with vLLM's keys; see --draft."),
+        _engine(
+            "--speculative-config",
+            metavar="JSON",
+            help="""Speculation as JSON with vLLM's keys, such as '{"method": "ngram"}', which needs no drafter.""",
+        ),
     ] = None
     draft: Annotated[
         str | None,

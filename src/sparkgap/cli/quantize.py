@@ -78,7 +78,8 @@ def quantize(
     windows: list[list[int]] = []
     passes = calibration_passes(chosen, strength)
     if passes and calibration == DEFAULT:
-        windows = own_answers(llm, calibration_tokens, seed)
+        with progress_bar("Writing the calibration text", calibration_tokens) as advance:
+            windows = own_answers(llm, calibration_tokens, seed, advance)
     elif passes:
         windows = read_calibration(Path(calibration), llm, calibration_tokens, context)
     checkpoint = llm.checkpoint

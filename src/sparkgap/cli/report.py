@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def footer(output: "RequestOutput", num_tokens: int) -> str:
-    """One line: output tokens, speed and time to the first token; and what ended an answer that was cut off.
+    """One line: output tokens, speed, time to the first token, accepted drafts; and what cut an answer off.
 
     Args:
         output: the last output of a request.
@@ -24,6 +24,9 @@ def footer(output: "RequestOutput", num_tokens: int) -> str:
         if metrics.ttft_ms is not None:
             parts.append(f"first token after {metrics.ttft_ms:.0f} ms")
     parts.append(f"prompt of {len(output.prompt_token_ids)}")
+    if metrics is not None and metrics.draft_rounds:
+        drafted = metrics.draft_tokens / metrics.draft_rounds
+        parts.append(f"{metrics.accepted_per_round:.2f} of {drafted:.3g} draft tokens accepted a round")
     if any(completion.finish_reason == "length" for completion in output.outputs):
         parts.append("cut at the token limit (--max-tokens, --max-model-len)")
     return ", ".join(parts)

@@ -1,7 +1,7 @@
 """Texts that activations are calibrated on."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,19 @@ _TEMPERATURE = 0.8
 _ANSWERS_AT_ONCE = 8
 
 
-def own_answers(llm: LLM, num_tokens: int, seed: int) -> list[list[int]]:
+def own_answers(
+    llm: LLM, num_tokens: int, seed: int, advance: Callable[[int], None] = lambda number: None
+) -> list[list[int]]:
     """Conversations of the model itself, prompt and answer, until there are `num_tokens` tokens.
 
     Prompts are the built-in ones, again with other answers as often as it takes; a model without a chat template
     continues them.
+
+    Args:
+        llm: answers.
+        num_tokens: tokens of prompts and answers.
+        seed: of the answers.
+        advance: told how many of the tokens are new; `num_tokens` in all.
     """
     prompts = builtin_prompts()
     tokenizer = llm.tokenizer
@@ -47,7 +55,9 @@ def own_answers(llm: LLM, num_tokens: int, seed: int) -> list[list[int]]:
             for number, token_ids in enumerate(group)
         ]
         outputs = llm.generate(group, params)
+        before = sum(map(len, windows))
         windows += [[*given, *output.outputs[0].token_ids] for given, output in zip(group, outputs, strict=True)]
+        advance(min(sum(map(len, windows)), num_tokens) - before)
     return _cut(windows, num_tokens)
 
 

@@ -49,7 +49,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
 async def _on_api_error(request: Request, error: Any) -> Response:
     response: Response = error.response()
-    _note(request, error.code)
+    _note(request, error)
     return response
 
 
@@ -57,13 +57,13 @@ async def _on_sparkgap_error(request: Request, error: Any) -> Response:
     if isinstance(error, EngineError):
         write_failure("a request failed", error, request_id=request.scope["sparkgap.log"].request_id)
     told = from_sparkgap(error, _FIELDS)
-    _note(request, told.code or "invalid_request")
+    _note(request, told)
     return told.response()
 
 
 async def _on_invalid_body(request: Request, error: Any) -> Response:
     told = from_validation(error.errors())
-    _note(request, told.code or "invalid_request")
+    _note(request, told)
     return told.response()
 
 
@@ -75,15 +75,17 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         400: "the request body is not valid JSON",
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, text, code=code, headers=error.headers).response()
+    told = ApiError(error.status_code, text, code=code, headers=error.headers)
+    _note(request, told)
+    return told.response()
 
 
 async def _on_unforeseen_error(request: Request, error: Any) -> Response:
     """The framework raises `error` again after this response, so that the gate writes it to the log."""
-    _note(request, "internal_error")
-    return internal_error().response()
+    told = internal_error()
+    _note(request, told)
+    return told.response()
 
 
-def _note(request: Request, code: str | None) -> None:
-    if code is not None:
-        request.scope["sparkgap.log"].fields["error"] = code
+def _note(request: Request, error: ApiError) -> None:
+    request.scope["sparkgap.log"].refused(error)

@@ -71,6 +71,7 @@ class Gate:
             body = await self._read_body(headers, exchange)
             await _run_until_disconnect(self._app, scope, body, exchange)
         except ApiError as error:
+            scope["sparkgap.log"].refused(error)
             await exchange.fail(error, scope)
         except Exception as error:  # noqa: BLE001 (no request may take the server down)
             write_failure("a request failed unexpectedly", error, request_id=exchange.request_id)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkgap.server.errors import ApiError
 from sparkgap.server.settings import ServerSettings
 
 _logger = logging.getLogger("sparkgap.server")
@@ -27,6 +28,10 @@ class RequestLog:
     started_s: float = field(default_factory=time.perf_counter)
     handler: str = "none"
     fields: dict[str, Any] = field(default_factory=dict)
+
+    def refused(self, error: ApiError) -> None:
+        """Say in the line what the client was told: the word for programs, nothing that the client wrote."""
+        self.fields["error"] = error.code or "invalid_request"
 
     def write(self, *, method: str, path: str, status: int, client: str) -> None:
         """Write the line."""

@@ -105,6 +105,7 @@ class ServerProcess:
             serving = loop.create_task(server.serve([self.listener]))
             stopping = loop.create_task(stop_asked.wait())
             try:
+                write_event(logging.INFO, "loading", url=self._url())
                 llm = await self._load_or_stop(stopping)
                 if llm is None:
                     write_event(logging.INFO, "stopped while loading")
@@ -156,11 +157,14 @@ class ServerProcess:
 
     def _become_ready(self, state: ServerState, llm: LLM) -> None:
         state.ready(AsyncLLM.from_llm(llm))
-        host, port = self.listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        write_event(logging.INFO, "ready", url=url, model=state.model_name)
+        write_event(logging.INFO, "ready", url=self._url(), model=state.model_name)
+        host = self.listener.getsockname()[0]
         if self._settings.api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             write_event(logging.WARNING, "there is no --api-key: everybody who can reach this address may use it")
+
+    def _url(self) -> str:
+        host, port = self.listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _drain(self, state: ServerState) -> None:
         state.drain()
