@@ -30,8 +30,8 @@ class SpeculativeConfig:
         adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
             down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
         prompt_lookup_max: most last tokens that are looked up in the sequence's own past; what followed them there is
-            drafted instead of what a drafter proposes. None is 4 with `ngram`, and 0, which looks nothing up, with a
-            drafter. Not with `draft_sample_method` `probabilistic`.
+            drafted instead of what a drafter proposes. 0 looks nothing up; None is 4, or 0 with `draft_sample_method`
+            `probabilistic`, which cannot verify what was not sampled.
         prompt_lookup_min: fewest last tokens that must have stood there before.
 
     Raises:
@@ -56,7 +56,7 @@ class SpeculativeConfig:
         """Fewest and most last tokens that are looked up; None when nothing is."""
         longest = self.prompt_lookup_max
         if longest is None:
-            longest = 0 if self.needs_drafter else max(4, self.prompt_lookup_min)
+            longest = max(4, self.prompt_lookup_min) if self.draft_sample_method == "greedy" else 0
         return (self.prompt_lookup_min, longest) if longest else None
 
     def __post_init__(self) -> None:
