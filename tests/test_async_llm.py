@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -258,10 +260,29 @@ def test_close_ends_what_runs(path):
             await tokens_of(outputs)
         with pytest.raises(EngineClosedError):
             await other
-        with pytest.raises(EngineClosedError):
-            await anext(llm.generate([1], GREEDY))
+        for prompt in ([1], "x" * 5000):
+            with pytest.raises(EngineClosedError):
+                await anext(llm.generate(prompt, GREEDY))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("prompt", ["x", "x" * 5000])
+def test_a_forked_process_is_told_that_the_engine_is_elsewhere(llm, prompt):
+    with pytest.raises(PromptError):
+        asyncio.run(llm.generate("x" * 5000, GREEDY).__anext__())  # starts the thread that encodes
+    process = os.fork()
+    if not process:
+        signal.alarm(20)
+        status = 1
+        try:
+            asyncio.run(anext(llm.generate(prompt, GREEDY)))
+        except EngineClosedError as error:
+            status = 0 if "forked" in str(error) and llm._thread.stop() else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert len(asyncio.run(tokens_of(llm.generate("x", GREEDY)))) == 20
 
 
 def test_an_engine_that_nobody_closes_ends_with_its_owner(path):

@@ -167,13 +167,18 @@ class AsyncLLM:
             await outputs.aclose()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises PromptError."""
+        """Token ids of a text. Raises PromptError, and EngineClosedError where a thread of the engine is needed."""
         if len(text) <= _LONG_PROMPT_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
+        self._thread.check_process()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, self.tokenizer.encode, text, add_special_tokens)
+        try:
+            encoding = loop.run_in_executor(self._encoder, self.tokenizer.encode, text, add_special_tokens)
+        except RuntimeError as error:  # the executor takes nothing more after `close`
+            raise EngineClosedError("the engine is shutting down and takes no requests") from error
+        return await encoding
 
-    async def encode_chat(self, messages: Seq[Message], **template_variables: Any) -> list[int]:
+    async def encode_chat(self, messages: Seq[Message], /, **template_variables: Any) -> list[int]:
         """Token ids of a chat's prompt. Raises PromptError."""
         text = self.tokenizer.render_chat(messages, **template_variables)
         return await self.encode(text, add_special_tokens=False)

@@ -1,5 +1,7 @@
 """What is taken and what is refused, field by field."""
 
+import threading
+
 import pytest
 from pydantic import ValidationError
 
@@ -105,6 +107,7 @@ def test_what_is_not_supported_is_refused_by_name(server, name, value):
         ("parallel_tool_calls", True),
         ("prediction", {"type": "content", "content": "x"}),
         ("stream_options", {"include_usage": True, "include_obfuscation": False}),
+        ("stop", []),
     ],
 )
 def test_what_asks_for_nothing_is_taken(name, value):
@@ -165,6 +168,49 @@ def test_values_out_of_range(change, param):
 @pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", 1], [[1], "a"], [-1], [True], {"a": 1}, [1.5]])
 def test_prompts_of_no_form(prompt):
     assert refused(CompletionBody, {"prompt": prompt}).param.startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"prompt": []}, "prompt: List should have at least 1 item"),
+        ({"prompt": [[]]}, "prompt[0]: List should have at least 1 item"),
+        ({"prompt": ["a", 1]}, "prompt[1]: Input should be a valid string"),
+        ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer"),
+        ({"prompt": [[1], [-1]]}, "prompt[1][0]: Input should be greater than or equal to 0"),
+        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        ({"stop": "x" * 257}, "stop: String should have at most 256 characters"),
+        ({"stop": 5}, "stop: Input should be a valid string"),
+    ],
+)
+def test_what_is_wrong_with_a_value_of_several_types(change, told):
+    assert refused(CompletionBody, {"prompt": "x"} | change).message.startswith(told)
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "tokenizer", "add_generation_prompt", "text", "template"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_template_variables_may_have_any_name_but_one(server, path, name):
+    body = {"messages": CHAT["messages"], "chat_template_kwargs": {name: 1}}
+    answer = server.post(path, body)
+    if name == "messages":
+        assert "messages" in check_error(answer, 400, param="messages")
+    else:
+        assert answer.status_code == 200
+
+
+def test_the_generation_prompt_can_be_a_template_variable(server):
+    def prompt(**fields):
+        return server.post("/tokenize", {"messages": CHAT["messages"]} | fields).json()["tokens"]
+
+    without = prompt(add_generation_prompt=False)
+    assert without != prompt()
+    assert prompt(chat_template_kwargs={"add_generation_prompt": False}) == without
+    assert prompt(add_generation_prompt=True, chat_template_kwargs={"add_generation_prompt": False}) == prompt()
+
+
+def test_requests_need_no_other_threads(server):
+    assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+    assert not [thread.name for thread in threading.enumerate() if "AnyIO" in thread.name]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ def render_template(template: str, messages: Sequence[Mapping[str, Any]], /, **v
             its own words).
     """
     chat = check_messages(messages)
+    if "messages" in variables:
+        raise PromptError("the template's variables must not have messages: they are given by themselves")
     try:
-        return _compiled(template).render(messages=chat, **{"tools": None, "documents": None, **variables})
+        return _compiled(template).render({"tools": None, "documents": None, **variables, "messages": chat})
     except jinja2.TemplateSyntaxError as error:
         raise PromptError(f"the model's chat template is not valid jinja2 (line {error.lineno}: {error})") from error
     except Exception as error:

@@ -123,7 +123,7 @@ class Tokenizer:
         return None if token_id is None else int(token_id)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt text of a chat, by the model's template.
 
@@ -143,7 +143,7 @@ class Tokenizer:
         return text
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Token ids of a chat's prompt; special tokens come from the template alone. As `render_chat`."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)

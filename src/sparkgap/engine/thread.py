@@ -1,6 +1,7 @@
 """An engine that is stepped in a thread of its own, so that its owner never waits for a step."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -49,6 +50,7 @@ class EngineThread:
         self._is_stopping = False
         self._is_busy = False
         self._progress_s = time.monotonic()
+        self._process = os.getpid()
         # A daemon, so that a program which forgets to stop it can still end; see `stop`.
         self._thread = threading.Thread(target=self._run, name="sparkgap-engine", daemon=True)
         self._thread.start()
@@ -80,6 +82,11 @@ class EngineThread:
         with suppress(EngineDeadError, EngineClosedError):
             self._send(command)
 
+    def check_process(self) -> None:
+        """Raise EngineClosedError in a process that was forked from the engine's: threads do not come along."""
+        if self._process != os.getpid():
+            raise EngineClosedError("the engine runs in the process that this one was forked from; load the model here")
+
     def stalled_for_s(self) -> float:
         """Seconds in which requests were there and no token was computed, of a prompt or an answer; 0 when idle."""
         is_busy = self._is_busy or bool(self._commands)
@@ -91,6 +98,9 @@ class EngineThread:
         Returns:
             Whether it has ended; False when `timeout_s` passed before.
         """
+        if self._process != os.getpid():
+            # Nothing runs in a forked process, and its copy of the lock may never be released.
+            return True
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -99,6 +109,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _send(self, command: _Command) -> None:
+        self.check_process()
         with self._wake:
             if self.error is not None:
                 raise self.error

@@ -92,8 +92,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     Args:
         problems: pydantic's list of errors.
     """
-    # A union of types gives a fault for each of its members: the deepest one tells most.
-    problem = max(problems, key=lambda entry: (entry["type"] in _TELLING, len(entry["loc"])))
+    problem = max(problems, key=_how_telling)
     place = [part for part in problem["loc"] if part != "body"]
     kind = problem["type"]
     if kind == "json_invalid":
@@ -107,6 +106,14 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         what = "the request body is missing" if param is None else f"{param} is required"
         return ApiError(400, what, param=param, code="missing_required_parameter")
     return ApiError(400, f"{param or 'the request body'}: {problem['msg']}", param=param, code="invalid_value")
+
+
+def _how_telling(problem: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Orders the faults of a union, which has one for each of its members: the one that came furthest tells most."""
+    kind, place = problem["type"], problem["loc"]
+    indices = [part for part in place if isinstance(part, int)]
+    # A fault that is not about the type is of the member whose type was sent.
+    return kind in _TELLING, len(place), indices, not kind.endswith("_type")
 
 
 def _path(place: Sequence[str | int]) -> str | None:

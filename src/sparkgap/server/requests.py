@@ -81,11 +81,7 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: (
-        _StopString
-        | Annotated[list[_StopString], Field(fail_fast=True, min_length=1, max_length=MAX_STOP_STRINGS)]
-        | None
-    ) = None
+    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -49,17 +49,20 @@ router = APIRouter(responses=_ERRORS)
 open_router = APIRouter()
 
 
-def _state(request: Request) -> ServerState:
+# Dependencies are coroutines: a plain function would be called in another thread, for each request.
+
+
+async def _state(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
 
 
-def _metrics(request: Request) -> ServerMetrics:
+async def _metrics(request: Request) -> ServerMetrics:
     metrics: ServerMetrics = request.app.state.metrics
     return metrics
 
 
-def _log(request: Request) -> RequestLog:
+async def _log(request: Request) -> RequestLog:
     log: RequestLog = request.scope["sparkgap.log"]
     log.handler = request.scope["route"].path
     return log
@@ -216,7 +219,9 @@ async def _encode_chat(
     add_generation_prompt: bool | None,
     variables: dict[str, Any] | None,
 ) -> list[int]:
-    names = {**(variables or {}), "add_generation_prompt": add_generation_prompt is not False}
+    names = {"add_generation_prompt": True, **(variables or {})}
+    if add_generation_prompt is not None:
+        names["add_generation_prompt"] = add_generation_prompt
     try:
         return await state.llm.encode_chat(messages, **names)
     except PromptError as error:
