@@ -1,0 +1,58 @@
+"""What `sparkgap trace` shows of intervals."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from sparkgap.bench.trace.intervals import IntervalReport, Quartiles
+
+_LABELS = {
+    "context_graphs": "context graphs a round",
+    "context_kv_writes": "context KV scatters a round",
+    "projection_to_last_write_ms": "context projection to last scatter, ms",
+    "draft_ms": "draft envelope, ms",
+    "target_ms": "target envelope, ms",
+    "draft_to_target_ms": "draft launch to target launch, ms",
+    "verification_to_next_ms": "verification start to next launch, ms",
+    "verification_to_next_share": "  share of the round",
+    "round_ms": "full round, ms",
+    "uncovered_ms": "outside recorded compute after verification, ms",
+    "uncovered_share": "  share of the round",
+}
+"""Rows of the table, by the interval's name."""
+
+
+def print_intervals(reports: "Mapping[str, IntervalReport]") -> None:
+    """A table with a column for each mode: medians, and the quartiles of what varies."""
+    table = Table("", *reports, title="steady rounds: median (quartiles)", title_justify="left")
+    for cells in interval_rows(reports):
+        table.add_row(*cells)
+    Console(highlight=False).print(table)
+
+
+def interval_rows(reports: "Mapping[str, IntervalReport]") -> Iterator[list[str]]:
+    """A label and a cell for each mode, row by row."""
+    yield ["rounds", *(str(report.rounds) for report in reports.values())]
+    for name, label in _LABELS.items():
+        yield [label, *(_cell(name, report.intervals[name]) for report in reports.values())]
+    yield ["host calls in that window", *(f"{report.host_calls['total']:.1f}" for report in reports.values())]
+    for name, label in (
+        ("launches", "  launches"),
+        ("waits", "  waits"),
+        ("copies", "  copies"),
+        ("other_operations", "  other torch operations"),
+    ):
+        yield [label, *(f"{report.host_calls[name]:.1f}" for report in reports.values())]
+
+
+def _cell(name: str, value: "Quartiles | None") -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_share"):
+        return f"{value.median:.2%} ({value.lower:.2%}-{value.upper:.2%})"
+    if name.endswith("_ms"):
+        return f"{value.median:.3f} ({value.lower:.3f}-{value.upper:.3f})"
+    return f"{value.median:g}"
