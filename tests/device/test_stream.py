@@ -116,6 +116,7 @@ def test_the_interpreter_ends_in_the_middle(ending: str) -> None:
 import os, sys
 sys.path[:0] = {sys.path!r}
 import torch
+from sparkgap import _native
 from sparkgap.device.stream import CpuStream
 from sparkgap.ops.native_kernels import NativeKernels
 from tests.device.test_stream import counting

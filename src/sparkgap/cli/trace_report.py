@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from sparkgap.bench.trace.intervals import IntervalReport, Quartiles
@@ -19,26 +19,28 @@ _LABELS = {
     "verification_to_next_ms": "verification start to next launch, ms",
     "verification_to_next_share": "  share of the round",
     "round_ms": "full round, ms",
-    "uncovered_ms": "outside recorded compute after verification, ms",
+    "uncovered_ms": "of it outside recorded compute, ms",
     "uncovered_share": "  share of the round",
 }
 """Rows of the table, by the interval's name."""
 
 
 def print_intervals(reports: "Mapping[str, IntervalReport]") -> None:
-    """A table with a column for each mode: medians, and the quartiles of what varies."""
-    table = Table("", *reports, title="steady rounds: median (quartiles)", title_justify="left")
-    for cells in interval_rows(reports):
+    """A table with a column for each mode: medians, and of a single mode also the quartiles of what varies."""
+    spread = len(reports) == 1
+    title = "steady rounds: median (quartiles)" if spread else "steady rounds: medians"
+    table = Table(Column("", no_wrap=True), *reports, title=title, title_justify="left")
+    for cells in interval_rows(reports, spread=spread):
         table.add_row(*cells)
     Console(highlight=False).print(table)
 
 
-def interval_rows(reports: "Mapping[str, IntervalReport]") -> Iterator[list[str]]:
+def interval_rows(reports: "Mapping[str, IntervalReport]", *, spread: bool) -> Iterator[list[str]]:
     """A label and a cell for each mode, row by row."""
     yield ["rounds", *(str(report.rounds) for report in reports.values())]
     for name, label in _LABELS.items():
-        yield [label, *(_cell(name, report.intervals[name]) for report in reports.values())]
-    yield ["host calls in that window", *(f"{report.host_calls['total']:.1f}" for report in reports.values())]
+        yield [label, *(_cell(name, report.intervals[name], spread) for report in reports.values())]
+    yield ["host calls after verification", *(f"{report.host_calls['total']:.1f}" for report in reports.values())]
     for name, label in (
         ("launches", "  launches"),
         ("waits", "  waits"),
@@ -48,11 +50,10 @@ def interval_rows(reports: "Mapping[str, IntervalReport]") -> Iterator[list[str]
         yield [label, *(f"{report.host_calls[name]:.1f}" for report in reports.values())]
 
 
-def _cell(name: str, value: "Quartiles | None") -> str:
+def _cell(name: str, value: "Quartiles | None", spread: bool) -> str:
     if value is None:
         return "-"
-    if name.endswith("_share"):
-        return f"{value.median:.2%} ({value.lower:.2%}-{value.upper:.2%})"
-    if name.endswith("_ms"):
-        return f"{value.median:.3f} ({value.lower:.3f}-{value.upper:.3f})"
-    return f"{value.median:g}"
+    form = ".2%" if name.endswith("_share") else ".3f" if name.endswith("_ms") else "g"
+    if not spread or form == "g":
+        return f"{value.median:{form}}"
+    return f"{value.median:{form}} ({value.lower:{form}}-{value.upper:{form}})"
