@@ -131,7 +131,7 @@ def test_abort_gives_a_last_output(llm):
         last = [output async for output in outputs][-1]
         assert last.finished
         assert last.outputs[0].finish_reason == "abort"
-        assert is_idle(llm)
+        await until(lambda: is_idle(llm))
 
     asyncio.run(main())
 
@@ -171,7 +171,7 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(llm):
         with pytest.raises(EngineClosedError):
             await anext(llm.generate([1], GREEDY))
         await drained
-        assert is_idle(llm)
+        await until(lambda: is_idle(llm))
         assert len(await task) == 100
 
     asyncio.run(main())
@@ -179,16 +179,16 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(llm):
 
 def test_a_request_that_fails_in_computing_fails_alone(llm, judge, monkeypatch):
     runner = llm._engine.runner
-    decode = runner.decode
+    prefill = runner.prefill
 
-    def broken(sequences):
+    def broken(chunks):
         raise MemoryError("no memory")
 
     async def main():
-        monkeypatch.setattr(runner, "decode", broken)
+        monkeypatch.setattr(runner, "prefill", broken)
         with pytest.raises(EngineError, match="MemoryError: no memory"):
             await tokens_of(llm.generate([1], GREEDY))
-        monkeypatch.setattr(runner, "decode", decode)
+        monkeypatch.setattr(runner, "prefill", prefill)
         assert llm.error is None
         assert await tokens_of(llm.generate([1], GREEDY)) == judge.generate([1], GREEDY)[0].outputs[0].token_ids
 

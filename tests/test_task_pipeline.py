@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -454,6 +456,18 @@ def test_on_refuses_with_the_reason_and_auto_says_so(paths):
         make(paths, "maybe")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"prompt_lookup_max": 3}, Refusal.LOOKUP)],
+)
+def test_rounds_that_the_host_shapes_are_refused(paths, changes, reason):
+    config = {"model": paths[1], **changes}
+    with pytest.raises(ConfigError, match=str(reason)):
+        LLM(paths[0], task_pipeline="on", speculative_config=config, **SETTINGS)
+    llm = LLM(paths[0], speculative_config=config, **SETTINGS)
+    assert llm.info()["task_pipeline"] == {"active": False, "refused": [reason]}
+
+
 def test_command_line(paths, capsys, tmp_path):
     arguments = ["--model", paths[0], "--draft", paths[1], "--task-pipeline", "on", "--max-tokens", "9", "--json"]
     prompts = tmp_path / "prompts.txt"
@@ -484,3 +498,30 @@ assert llm._engine._pipelined.pipeline.rounds
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds(paths, eager):
+    """Joins, leaves and aborts: memory stays flat, tokens right, and acceptance what it was."""
+    llm = make(paths)
+    chance = random.Random(1)
+    expected = dict(zip(map(str, PROMPTS), tokens(eager.generate(PROMPTS, GREEDY)), strict=True))
+    process, sizes, rates = psutil.Process(), [], []
+    while llm.graph_counts()["replays"]["target"] < 10_000:
+        accepted = drafted = 0
+        for _ in range(20):
+            chosen = [chance.choice(PROMPTS) for _ in range(chance.randrange(1, 8))]
+            params = [replace(GREEDY, max_tokens=chance.randrange(1, 41)) for _ in chosen]
+            stream = llm.stream("hello", GREEDY)
+            next(stream)
+            for prompt, one, output in zip(chosen, params, llm.generate(chosen, params), strict=True):
+                assert output.outputs[0].token_ids == expected[str(prompt)][: one.max_tokens]
+                accepted += output.metrics.accepted_draft_tokens
+                drafted += output.metrics.draft_tokens
+            stream.close()
+        sizes.append(process.memory_info().rss)
+        rates.append(accepted / drafted)
+    third = len(sizes) // 3
+    assert max(sizes[-third:]) - max(sizes[:third]) < 8 << 20
+    assert abs(sum(rates[-third:]) - sum(rates[:third])) / third < 0.05
+    assert_idle(llm)

@@ -1,6 +1,5 @@
 """Servers on a free port of this machine, in a thread of the test's process or in a process of their own."""
 
-import asyncio
 import json
 import os
 import re
@@ -53,7 +52,7 @@ class Running:
 
     def _run(self):
         try:
-            asyncio.run(self.process.run())
+            self.process.serve()
         except SparkgapError as error:
             self.error = error
 

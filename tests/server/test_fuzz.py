@@ -82,7 +82,7 @@ def test_requests_from_the_document(fuzzed, document, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_many_requests_from_the_document(fuzzed, document, mode):
-    fuzz(fuzzed, document, mode, 300)
+    fuzz(fuzzed, document, mode, 100)
 
 
 def fuzz_raw(server, examples):
@@ -125,7 +125,7 @@ def test_raw_bytes(fuzzed):
 
 @pytest.mark.slow
 def test_many_raw_bytes(fuzzed):
-    fuzz_raw(fuzzed, 3000)
+    fuzz_raw(fuzzed, 1500)
 
 
 def test_every_endpoint_is_in_the_document(fuzzed):

@@ -6,6 +6,7 @@ import threading
 import time
 
 import httpx
+import pytest
 
 from sparkgap import SamplingParams
 
@@ -52,57 +53,66 @@ def under_load(server):
     return finish
 
 
-def test_signals_restarts_and_the_port(pair, llm, tmp_path):
+@pytest.fixture(scope="module")
+def start(pair, llm, tmp_path_factory):
+    """Starts a server that answers as the model in this process does."""
     model, drafter = pair
-    settings = tmp_path / "serve.toml"
+    settings = tmp_path_factory.mktemp("settings") / "serve.toml"
     settings.write_text(f'model = "{model}"\nserved-model-name = "tiny"\ndtype = "float32"\nmax-num-seqs = 4\n')
-    arguments = ("--config", settings, "--threads", 1, "--draft", drafter, "--device", "cpu")
     (expected,) = llm.generate(["ab"], SamplingParams(temperature=0, max_tokens=30))
+    started = []
 
-    def start(port=0):
-        server = Process(*arguments, port=port)
-        answer = httpx.post(server.url + "/v1/completions", json=BODY, timeout=30).json()
-        assert answer["choices"][0]["text"] == expected.outputs[0].text
-        assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
+    def start(port=0, wait=True):
+        options = ("--config", settings, "--threads", 1, "--draft", drafter, "--device", "cpu")
+        server = Process(*options, port=port, wait=wait)
+        started.append(server)
+        if wait:
+            answer = httpx.post(server.url + "/v1/completions", json=BODY, timeout=30).json()
+            assert answer["choices"][0]["text"] == expected.outputs[0].text
+            assert answer["model"] == "tiny"
         return server
 
+    yield start
+    for server in started:
+        server.kill()
+
+
+def test_a_killed_server_starts_again_on_its_port_and_a_signal_lets_it_finish(start, llm):
     server = start()
     port = server.port
-    try:
-        # The port is in use: one line, before anything is loaded.
-        other = Process(*arguments, port=port, wait=False)
-        assert other.wait() == 2
-        assert other.lines == [
-            f"sparkgap: error: cannot listen on 127.0.0.1:{port}: Address already in use; "
-            "choose another --port or --host\n"
-        ]
-        # A second signal ends the process at once.
-        finish = under_load(server)
-        server.send(signal.SIGTERM)
-        wait_until(lambda: server.find("draining"))
-        started = time.monotonic()
-        server.send(signal.SIGTERM)
-        assert server.wait() == -signal.SIGTERM
-        assert time.monotonic() - started < 5
-        assert not any(is_done for _, is_done in finish())
-        # Killed under load, and started again on the same port at once.
-        server = start(port)
-        finish = under_load(server)
-        server.send(signal.SIGKILL)
-        assert server.wait() == -signal.SIGKILL
-        assert not any(is_done for _, is_done in finish())
-        # One signal: what runs is finished, what is new is refused.
-        server = start(port)
-        finish = under_load(server)
-        server.send(signal.SIGTERM)
-        wait_until(lambda: server.find("draining"))
-        check_error(httpx.post(server.url + "/v1/completions", json=BODY), 503, type="server_error")
-        assert httpx.get(server.url + "/health").json()["status"] == "draining"
-        results = finish()
-        assert server.wait() == 0
-        assert server.find("stopped")
-        (whole,) = llm.generate(["x"], SamplingParams(seed=1, max_tokens=110, ignore_eos=True, n=60))
-        texts = {output.index: output.text for output in whole.outputs}
-        assert results == [(texts, True), (texts, True)]
-    finally:
-        server.kill()
+    # The port is in use: one line, before anything is loaded.
+    other = start(port, wait=False)
+    assert other.wait() == 2
+    assert other.lines == [
+        f"sparkgap: error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host\n"
+    ]
+    finish = under_load(server)
+    server.send(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+    assert not any(is_done for _, is_done in finish())
+    server = start(port)
+    finish = under_load(server)
+    server.send(signal.SIGTERM)
+    wait_until(lambda: server.find("draining"))
+    check_error(httpx.post(server.url + "/v1/completions", json=BODY), 503, type="server_error")
+    assert httpx.get(server.url + "/health").json()["status"] == "draining"
+    results = finish()
+    assert server.wait() == 0
+    assert server.find("stopped")
+    (whole,) = llm.generate(["x"], SamplingParams(seed=1, max_tokens=110, ignore_eos=True, n=60))
+    texts = {output.index: output.text for output in whole.outputs}
+    assert results == [(texts, True), (texts, True)]
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(start):
+    server = start()
+    finish = under_load(server)
+    server.send(signal.SIGTERM)
+    wait_until(lambda: server.find("draining"))
+    begun = time.monotonic()
+    server.send(signal.SIGTERM)
+    assert server.wait() == -signal.SIGTERM
+    assert time.monotonic() - begun < 5
+    assert not any(is_done for _, is_done in finish())
+    assert start(server.port)

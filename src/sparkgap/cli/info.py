@@ -53,6 +53,7 @@ def machine_facts() -> dict[str, Any]:
         "device": str(device),
         "dtype": str(resolve_dtype(defaults.dtype)).removeprefix("torch."),
         "quantization": resolve_quantization(defaults, device) or "none",
+        "task_pipeline": _task_pipeline(device.type == "cpu"),
         "cores": {"usable": usable_cores(), "total": os.cpu_count()},
         "instruction_sets": [name for name, present in _native.cpu_features().items() if present],
         "memory": {
@@ -64,6 +65,23 @@ def machine_facts() -> dict[str, Any]:
         "models": cached_models(),
         "shipped_drafters": _shipped_drafters(),
     }
+
+
+def _task_pipeline(captured: bool) -> str:
+    """Whether rounds are chained on the device where nothing is said, and if not why."""
+    from sparkgap.rounds.pipeline.admission import EngineFacts, refusals
+
+    facts = EngineFacts(
+        "auto",
+        captured=captured,
+        speculates=False,
+        samples_drafts=False,
+        looks_up=False,
+        adapts_length=False,
+        max_context_length=None,
+    )
+    reasons = refusals(facts)
+    return f"off: {'; '.join(reasons)}" if reasons else "on"
 
 
 def _shipped_drafters() -> list[str]:

@@ -341,7 +341,7 @@ def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation
         captured=isinstance(passes, CapturedPasses),
         speculates=speculation is not None,
         samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
-        looks_up=bool(lookup_tokens(config)),
+        looks_up=bool(lookup_tokens(config)) or (speculation is not None and speculation.lookup is not None),
         adapts_length=speculation is not None and speculation.length_policy is not None,
         max_context_length=None if speculation is None else speculation.drafter.max_context_length,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import ipaddress
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from sparkgap.api import LLM
 from sparkgap.async_llm import AsyncLLM
@@ -39,10 +41,18 @@ def serve(settings: ServerSettings, listener: socket.socket, load: Callable[[], 
     Raises:
         SparkgapError: the model cannot be loaded.
     """
+
+    def load_for_good() -> LLM:
+        llm = load()
+        # What loading made stays: the collector need not look at it again while requests are served.
+        gc.collect()
+        gc.freeze()
+        return llm
+
     try:
         configure_logging(settings)
         _raise_file_limit()
-        status = asyncio.run(ServerProcess(settings, listener, load).run())
+        status = ServerProcess(settings, listener, load_for_good).serve()
     finally:
         listener.close()
     if status is not None:
@@ -72,6 +82,12 @@ class ServerProcess:
         self._load = load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_asked: asyncio.Event | None = None
+
+    def serve(self) -> int | None:
+        """Run, in an event loop of its own; see `run`."""
+        # uvloop where it is installed, whose wake-ups take half of the time.
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            return runner.run(self.run())
 
     def stop(self) -> None:
         """Do what the first signal does; may be called from any thread while it runs."""
