@@ -1,5 +1,7 @@
 """Recordings of kernel calls."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_graphs_programs_and_operations_are_told_apart(threads: int) -> None:
     for call in trace.calls:
         by_place.setdefault((call.run, call.part, call.call), []).append((call.begin_ns, call.end_ns))
     places = sorted(by_place)
-    for first, second in zip(places, places[1:], strict=False):
+    for first, second in pairwise(places):
         assert max(end for _, end in by_place[first]) <= min(begin for begin, _ in by_place[second])
     assert total.item() == 2.0
 

@@ -15,7 +15,7 @@ from sparkgap.cli.options import EngineOptions, MaxTokens, SamplingOptions
 from sparkgap.cli.prompts import read_prompt
 from sparkgap.cli.trace_report import print_intervals
 from sparkgap.config import EXECUTION_MODES, EngineConfig
-from sparkgap.errors import ConfigError, OutputError
+from sparkgap.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
@@ -107,11 +107,11 @@ def _configs(config: EngineConfig, compare: bool, modes: list[str]) -> dict[str,
 
 
 def _check_output(output: Path) -> None:
-    """What cannot be written shows before anything is loaded. Raises OutputError."""
+    """What cannot be written shows before anything is loaded. Raises ConfigError."""
     if output.is_dir():
-        raise OutputError(f"cannot write trace {output}: it is a directory; name a file")
+        raise ConfigError(f"cannot write trace {output}: it is a directory; name a file")
     if not output.parent.is_dir():
-        raise OutputError(f"cannot write trace {output}: there is no directory {output.parent}; make it first")
+        raise ConfigError(f"cannot write trace {output}: there is no directory {output.parent}; make it first")
 
 
 def _facts(traced: "TracedRequest") -> dict[str, Any]:

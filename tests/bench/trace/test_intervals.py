@@ -30,7 +30,7 @@ def test_pipelined_rounds() -> None:
         assert found.uncovered_ms == pytest.approx((1 + 3 + 5 + 1 + 2 + 47 + 3) / 1000)
         assert found.verification_to_next_share == pytest.approx(0.2)
         assert found.uncovered_share == pytest.approx(0.062)
-        # The round after the next, which the last but one of six has not, is launched at 973. The next wait begins at 980.
+        # The round after the next, if there is one, is launched at 973. The next wait begins at 980.
         launches = 0 if number == 2 else 1
         assert asdict(found.host) == {"launches": launches, "waits": 1, "copies": None, "other_operations": None}
         assert found.host.total == launches + 1
@@ -77,7 +77,7 @@ def test_plain_rounds_have_no_intervals_of_drafts() -> None:
 
 
 def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="had 3 decode rounds, and 4 are needed.*--max-tokens"):
+    with pytest.raises(ConfigError, match=r"had 3 decode rounds, and 4 are needed.*--max-tokens"):
         steady_rounds(pipelined(3))
 
 
@@ -115,8 +115,6 @@ def test_uncovered_time_is_that_of_every_microsecond(
     lengths: list[tuple[int, int, int]], begin: int, length: int
 ) -> None:
     calls = calls_on_threads(lengths)
-    idle = [
-        not any(call.begin_ns <= at * 1000 < call.end_ns for call in calls) for at in range(begin, begin + length)
-    ]
+    idle = [not any(call.begin_ns <= at * 1000 < call.end_ns for call in calls) for at in range(begin, begin + length)]
     window = Span(begin * 1000, (begin + length) * 1000)
     assert uncovered_ns(window, busy_spans(calls)) == 1000 * sum(idle)
