@@ -46,10 +46,12 @@ def test_a_pipelined_recording() -> None:
 def test_a_recording_of_rounds_that_the_host_carries() -> None:
     events = trace_events(carried(4), "graphs")
     check_events(events)
-    # The host's call, draft and target; the context is no graph here.
-    assert Counter(e["ph"] for e in events if e["ph"] in "stf") == {"s": 4, "t": 4, "f": 4}
+    # The host's call, draft, target, and the first operation of the context, which is no graph here.
+    assert Counter(e["ph"] for e in events if e["ph"] in "stf") == {"s": 4, "t": 8, "f": 4}
+    last = [e for e in events if e["ph"] == "f"]
     processes, threads = names_of(events, "process_name"), names_of(events, "thread_name")
     operations = [e for e in events if e["ph"] == "X" and threads[e["pid"], e["tid"]] == "operations"]
+    assert {processes[e["pid"], 0] for e in last} == {"graphs: kernels"}
     assert {processes[e["pid"], 0] for e in operations} == {"graphs: graphs"}
     assert Counter(e["name"] for e in operations) == {"LinearInt8": 4, "RotaryWrite": 8}
 

@@ -147,8 +147,7 @@ class _Writer:
     def flows(self, rounds: Sequence[TracedRound]) -> Iterator[Event]:
         """A round's way: where the host gives it away, its passes, and where the host takes its results."""
         for round_ in rounds:
-            points = [(GRAPHS, _GRAPH_TRACKS.index(s), round_.stages[s][0]) for s in STAGES if _is_graph(round_, s)]
-            steps = [(process, track, call.begin_ns) for process, track, call in points]
+            steps = [_place(stage, round_.stages[stage][0]) for stage in STAGES if stage in round_.stages]
             if round_.pipelined is not None:
                 steps.insert(0, (HOST, 0, round_.pipelined.submit.begin_ns))
                 if round_.pipelined.consume is not None:
@@ -206,7 +205,8 @@ def _taken_ns(round_: TracedRound, consume: HostCall) -> int:
     return max(consume.begin_ns, min(end_ns, consume.end_ns - 1))
 
 
-def _is_graph(round_: TracedRound, stage: str) -> bool:
-    """Whether a stage's first call lies on that stage's track."""
-    calls = round_.stages.get(stage)
-    return bool(calls) and calls[0].graph == stage  # type: ignore[index] # it is not empty
+def _place(stage: str, first: KernelCall) -> tuple[_Process, int, int]:
+    """Where a stage's first call is seen: on the stage's own track, or without a graph on its thread's."""
+    if first.graph == stage:
+        return GRAPHS, _GRAPH_TRACKS.index(stage), first.begin_ns
+    return KERNELS, first.thread, first.begin_ns
