@@ -150,6 +150,10 @@ class Executor {
                     const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
                     const std::optional<Tensor>& context_slots, const Tensor& next_anchors, const Tensor& next_positions,
                     const Tensor& results);
+  // See lookup.h.
+  void look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
+               int64_t shortest, int64_t longest, const Tensor& out);
+  void remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results);
   void hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,
                 const Tensor& state_positions);
 

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "executor.h"
+#include "lookup.h"
 #include "rounds.h"
 #include "sampling.h"
 
@@ -33,6 +34,12 @@ int64_t rows_each(const Tensor& rows, const char* operand, int64_t sequences) {
   require(rows.dims == 1 && sequences > 0 && rows.size(0) > 0 && rows.size(0) % sequences == 0, operand,
           "int64 [sequences * rows of each]", rows);
   return rows.size(0) / sequences;
+}
+
+Texts texts_of(const Tensor& texts, const Tensor& text_rows, int64_t sequences) {
+  as_int32(texts, "texts");
+  require(texts.dims == 2, "texts", "int32 [rows, capacity]", texts);
+  return {static_cast<int32_t*>(texts.data), int32_vector(text_rows, "text_rows", sequences), texts.size(0), texts.size(1)};
 }
 
 }  // namespace
@@ -134,6 +141,34 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
                              context_positions ? &*context_positions : &picks,
                              context_slots ? &*context_slots : &picks};
   submit({&call, 1}, tensors);
+}
+
+void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
+                       int64_t shortest, int64_t longest, const Tensor& out) {
+  require(positions.dims == 1, "positions", "int64 [sequences]", positions);
+  const int64_t n = positions.size(0);
+  if (shortest < 1 || longest < shortest) throw std::invalid_argument("lengths must be 1 <= shortest <= longest");
+  require(out.type == Tensor::Type::kInt64 && out.dims == 2 && out.contiguous_from(0) && out.size(0) == n && out.size(1) > 0,
+          "out", "contiguous int64 [sequences, draft tokens]", out);
+  const int64_t count = out.size(1);
+  const Call call = make_call<LookUp>(
+      sparkgap::look_up,
+      {texts_of(texts, text_rows, n), as_int64(positions, "positions", n),
+       drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, count + 1), shortest, longest, n, count,
+       static_cast<int64_t*>(out.data)});
+  submit({&call, 1}, {&texts, &text_rows, &positions, &draft_ids, &out});
+}
+
+void Executor::remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results) {
+  require(positions.dims == 1, "positions", "int64 [sequences]", positions);
+  const int64_t n = positions.size(0);
+  require(results.type == Tensor::Type::kInt64 && results.dims == 2 && results.contiguous_from(0) && results.size(0) == n &&
+              results.size(1) > 2,
+          "results", "contiguous int64 [sequences, rows of each + 2]", results);
+  const Call call = make_call<Remember>(sparkgap::remember,
+                                        {texts_of(texts, text_rows, n), as_int64(positions, "positions", n),
+                                         static_cast<const int64_t*>(results.data), n, results.size(1) - 2});
+  submit({&call, 1}, {&texts, &text_rows, &positions, &results});
 }
 
 void Executor::hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,

@@ -168,6 +168,9 @@ NB_MODULE(_native, m) {
       .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
            "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
+      .def("look_up", &Executor::look_up, "texts"_a, "text_rows"_a, "positions"_a, "draft_ids"_a, "shortest"_a, "longest"_a,
+           "out"_a)
+      .def("remember", &Executor::remember, "texts"_a, "text_rows"_a, "positions"_a, "results"_a)
       .def("hand_off", &Executor::hand_off, "next_anchors"_a, "next_positions"_a, "state_anchors"_a, "state_positions"_a)
       .def("empty", &Executor::empty, "shape"_a, "dtype"_a);
 

@@ -35,7 +35,7 @@ def plain(paths):
 
 @pytest.fixture(scope="module", params=["on", "off"])
 def llm(paths, request):
-    config = {"model": paths[1], "adaptive_length": True}
+    config = {"model": paths[1], "adaptive_length": True, "prompt_lookup_max": 0}
     return LLM(paths[0], speculative_config=config, graphs=request.param, **SETTINGS)
 
 

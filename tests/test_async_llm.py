@@ -177,7 +177,8 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(llm):
     asyncio.run(main())
 
 
-def test_a_request_that_fails_in_computing_fails_alone(llm, judge, monkeypatch):
+def test_a_request_that_fails_in_computing_fails_alone(path, judge, monkeypatch):
+    llm = AsyncLLM(path, dtype="float32", threads=1, device="cpu", graphs="off")
     runner = llm._engine.runner
     prefill = runner.prefill
 
@@ -193,6 +194,7 @@ def test_a_request_that_fails_in_computing_fails_alone(llm, judge, monkeypatch):
         assert await tokens_of(llm.generate([1], GREEDY)) == judge.generate([1], GREEDY)[0].outputs[0].token_ids
 
     asyncio.run(main())
+    llm.close()
 
 
 def test_an_engine_that_dies_fails_all_requests_and_takes_no_more(llm, monkeypatch):

@@ -31,8 +31,10 @@ def paths(tmp_path_factory):
     return str(model), str(drafter)
 
 
-def make(paths, graphs, speculation="greedy", **settings):
-    config = None if speculation is None else {"model": paths[1], "draft_sample_method": speculation}
+def make(paths, graphs, speculation="greedy", lookup=None, **settings):
+    config = None
+    if speculation is not None:
+        config = {"model": paths[1], "draft_sample_method": speculation, "prompt_lookup_max": lookup}
     return LLM(paths[0], graphs=graphs, speculative_config=config, **(SETTINGS | settings))
 
 
@@ -93,7 +95,7 @@ def test_context_graph_that_cannot_be(paths, settings, message):
 
 
 def test_every_decode_round_is_a_replay(paths):
-    llm = make(paths, "auto")
+    llm = make(paths, "auto", lookup=0)
     output = llm.generate("hello", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))[0]
     rounds = output.metrics.draft_rounds
     assert llm.graph_counts()["replays"] == {"target": rounds, "draft": rounds, "context": rounds}

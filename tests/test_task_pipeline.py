@@ -90,6 +90,28 @@ def test_tokens_are_the_eager_engines(paths, eager, number):
     assert_idle(chained)
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_drafts_are_looked_up_as_the_host_does(paths, eager, number):
+    config = {"model": paths[1], "num_speculative_tokens": number, "prompt_lookup_max": 3}
+    chained, host = (
+        LLM(paths[0], task_pipeline=pipeline, speculative_config=config, **SETTINGS) for pipeline in ("on", "off")
+    )
+    sampled = SamplingParams(temperature=0.4, seed=7, max_tokens=60, ignore_eos=True)
+    looped = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for params in (looped, sampled, SamplingParams(temperature=0)):
+        for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[2:5]):
+            ours, theirs = chained.generate(prompts, params), host.generate(prompts, params)
+            expected = tokens(eager.generate(prompts, params))
+            assert tokens(ours) == tokens(theirs) == expected
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.metrics.acceptance_by_position == b.metrics.acceptance_by_position
+                assert a.metrics.draft_rounds == b.metrics.draft_rounds
+    assert chained.info()["task_pipeline"]["refused_rounds"] == {}
+    texts = chained._engine._pipelined.pipeline.texts
+    assert_idle(chained)
+    assert len(texts._free) == texts.count
+
+
 SAMPLED = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1.2, seed=2**64 - 1, max_tokens=40, ignore_eos=True, top_k=9),
@@ -458,10 +480,10 @@ def test_on_refuses_with_the_reason_and_auto_says_so(paths):
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"prompt_lookup_max": 3}, Refusal.LOOKUP)],
+    [({"adaptive_length": True}, Refusal.ADAPTIVE_LENGTH), ({"method": "ngram"}, Refusal.LOOKUP)],
 )
 def test_rounds_that_the_host_shapes_are_refused(paths, changes, reason):
-    config = {"model": paths[1], **changes}
+    config = changes if "method" in changes else {"model": paths[1], **changes}
     with pytest.raises(ConfigError, match=str(reason)):
         LLM(paths[0], task_pipeline="on", speculative_config=config, **SETTINGS)
     llm = LLM(paths[0], speculative_config=config, **SETTINGS)

@@ -30,7 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module", params=EXECUTION_MODES)
 def llm(request: pytest.FixtureRequest, paths: tuple[str, str]) -> LLM:
-    config = {"model": paths[1], "num_speculative_tokens": 3}
+    config = {"model": paths[1], "num_speculative_tokens": 3, "prompt_lookup_max": 0}
     return LLM(paths[0], speculative_config=config, **SETTINGS, **EXECUTION_MODES[request.param])
 
 
@@ -171,7 +171,7 @@ def test_the_command_compares_modes(paths: tuple[str, str], tmp_path: Path, caps
     assert report["same_tokens"]
     for mode in report["modes"].values():
         assert mode["captures_while_traced"] == mode["dropped_kernel_calls"] == 0
-        assert mode["completion_tokens"] == 20
+        assert mode["completion_tokens"] == 40
     document = json.loads(path.read_text())
     check_events(document["traceEvents"])
     assert document["otherData"]["speculation"]["num_speculative_tokens"] == 5

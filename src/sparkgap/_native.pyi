@@ -242,6 +242,17 @@ class Executor:
         next_positions: Tensor,
         results: Tensor,
     ) -> None: ...
+    def look_up(
+        self,
+        texts: Tensor,
+        text_rows: Tensor,
+        positions: Tensor,
+        draft_ids: Tensor,
+        shortest: int,
+        longest: int,
+        out: Tensor,
+    ) -> None: ...
+    def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None: ...
     def hand_off(
         self, next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor
     ) -> None: ...

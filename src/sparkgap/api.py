@@ -290,7 +290,10 @@ class LLM:
     def _speculation_info(self) -> dict[str, Any] | None:
         chosen, number = self._loaded.speculation, lookup_tokens(self.config)
         if chosen is None:
-            return {"method": "ngram", "num_speculative_tokens": number} if number else None
+            if not number or self.config.speculative_config is None:
+                return None
+            lengths = self.config.speculative_config.lookup_lengths
+            return {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup": lengths}
         config = chosen.drafter.config
         settings = config.settings
         return {
@@ -298,6 +301,7 @@ class LLM:
             "method": settings.method,
             "num_speculative_tokens": chosen.num_speculative_tokens,
             "draft_sample_method": chosen.config.draft_sample_method,
+            "prompt_lookup": chosen.config.lookup_lengths,
             "parameters": chosen.drafter.num_parameters,
             "draft_vocab_size": settings.draft_vocab_size,
             "target_layer_ids": list(settings.target_layer_ids),

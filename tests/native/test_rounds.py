@@ -195,3 +195,59 @@ def test_wrong_operands_are_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=name):
             run(kernels, values | {name: wrong}, 2, 3)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@some
+@given(
+    sequences=st.integers(1, 5),
+    count=st.integers(1, 9),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_looking_up_and_remembering_equal_the_reference(
+    graph: bool, sequences: int, count: int, shortest: int, more: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    capacity = 40
+    texts = torch.randint(0, 3, (7, capacity), generator=generator, dtype=torch.int32)
+    text_rows = torch.randperm(7, generator=generator)[:sequences].int()
+    text_rows[torch.rand(sequences, generator=generator) < 0.2] = -1
+    positions = torch.randint(0, capacity, (sequences,), generator=generator)
+    draft_ids = torch.randint(50, 60, (count, sequences), generator=generator).t()
+    results = torch.randint(0, 3, (sequences, count + 3), generator=generator)
+    results[:, 0] = torch.randint(0, count + 1, (sequences,), generator=generator)
+
+    def run_both(kernels: Any, filled: tuple[torch.Tensor, torch.Tensor]) -> None:
+        kernels.look_up(texts_of[id(filled)], text_rows, positions, draft_ids, (shortest, shortest + more), filled[0])
+        kernels.remember(texts_of[id(filled)], text_rows, positions, results)
+
+    ours, expected = ((torch.full((sequences, count), -7), texts.clone()) for _ in range(2))
+    texts_of = {id(filled): filled[1] for filled in (ours, expected)}
+    kernels = NativeKernels(threads=2)
+    if graph:
+        recorded = CpuGraph(kernels.executor)
+        with recorded.capture():
+            run_both(kernels, ours)
+        assert (ours[0] == -7).all()
+        recorded.replay()
+    else:
+        run_both(kernels, ours)
+    run_both(REFERENCE, expected)
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1], expected[1])
+
+
+def test_a_text_that_is_not_there_is_a_fault_and_wrong_lengths_are_refused() -> None:
+    kernels = NativeKernels(threads=1)
+    texts, positions = torch.zeros((2, 5), dtype=torch.int32), torch.tensor([3])
+    drafts, out = torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 2), dtype=torch.int64)
+    with pytest.raises(IndexError, match="state between rounds"):
+        kernels.look_up(texts, torch.tensor([2], dtype=torch.int32), positions, drafts, (1, 2), out)
+    row = torch.tensor([1], dtype=torch.int32)
+    for lengths in ((0, 2), (3, 2)):
+        with pytest.raises(ValueError, match="shortest"):
+            kernels.look_up(texts, row, positions, drafts, lengths, out)
+    with pytest.raises(ValueError, match="texts"):
+        kernels.look_up(texts.long(), row, positions, drafts, (1, 2), out)

@@ -151,7 +151,7 @@ def test_an_engine_that_dies_fails_requests_and_health(pair, in_background):
         slow = Slow(server)
         answers = [in_background(server.post, "/v1/completions", LONG | {"stream": s}) for s in (False, True)]
         wait_until(lambda: server.llm.num_unfinished_seqs == 2)
-        server.llm._engine.scheduler.schedule = lambda: 1 / 0
+        server.llm._engine.scheduler.schedule = lambda *_: 1 / 0
         slow.release()
         for answer in answers:
             check_error(answer(), 500, type="server_error", code="engine_error")
@@ -167,7 +167,7 @@ def test_an_engine_that_dies_fails_requests_and_health(pair, in_background):
 
 
 def test_a_request_that_fails_in_computing_fails_alone(pair):
-    with running(pair[0], log_level="error") as server:
+    with running(pair[0], log_level="error", engine={"graphs": "off"}) as server:
         expected = server.post("/v1/completions", BODY).json()["choices"]
         runner = server.llm._engine.runner
         decode, number = runner.decode, iter(range(100))
@@ -222,7 +222,7 @@ def test_the_queue_is_bounded(pair, in_background):
 
 
 def test_requests_have_a_deadline(pair, in_background):
-    with running(pair[0], request_timeout_s=0.3) as server:
+    with running(pair[0], request_timeout_s=0.3, engine={"graphs": "off"}) as server:
         slow = Slow(server)
         answers = [in_background(server.post, "/v1/completions", LONG | {"stream": s}) for s in (False, True)]
         for answer in answers:

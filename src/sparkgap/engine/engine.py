@@ -94,8 +94,12 @@ class Engine:
         return self._stats
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do, were it only to take in a round that nobody waits for any more."""
-        return bool(self._requests or self._moved or self._in_flight())
+        """Whether a step has something to do."""
+        return bool(self._requests or self._moved)
+
+    def has_rounds_in_flight(self) -> bool:
+        """Whether a step would free blocks, though their requests have ended."""
+        return bool(self._in_flight())
 
     def make_request(
         self,

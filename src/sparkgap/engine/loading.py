@@ -341,7 +341,7 @@ def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation
         captured=isinstance(passes, CapturedPasses),
         speculates=speculation is not None,
         samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
-        looks_up=bool(lookup_tokens(config)) or (speculation is not None and speculation.lookup is not None),
+        looks_up=bool(lookup_tokens(config)),
         adapts_length=speculation is not None and speculation.length_policy is not None,
         max_context_length=None if speculation is None else speculation.drafter.max_context_length,
     )
@@ -368,8 +368,14 @@ def _chain(
         )
     if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
         return None
+    lookup = runner.speculation.lookup if isinstance(runner, SpeculativeRunner) else None
     pipeline = Pipeline(
-        passes, kernels, max_sequences=config.max_num_seqs, max_model_len=max_model_len, counters=passes.counters
+        passes,
+        kernels,
+        max_sequences=config.max_num_seqs,
+        max_model_len=max_model_len,
+        counters=passes.counters,
+        lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
     )
     passes.counters.memory_bytes += pipeline.nbytes
     passes.end_startup()

@@ -127,7 +127,7 @@ class EngineThread:
     def _obey(self) -> bool:
         """Do what was asked for, waiting for it while there are no requests; False when the thread is to end."""
         with self._wake:
-            self._is_busy = self._engine.has_unfinished_requests()
+            self._is_busy = self._has_work()
             while not (self._commands or self._is_busy or self._is_stopping):
                 self._wake.wait()
             if self._is_stopping:
@@ -140,8 +140,11 @@ class EngineThread:
                 self._deliver(outputs)
         return True
 
+    def _has_work(self) -> bool:
+        return self._engine.has_unfinished_requests() or self._engine.has_rounds_in_flight()
+
     def _step(self) -> None:
-        if not self._engine.has_unfinished_requests():
+        if not self._has_work():
             return
         before_s = self._engine.stats.last_progress_s
         outputs = self._engine.step()

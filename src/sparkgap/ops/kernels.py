@@ -452,6 +452,31 @@ class Kernels(ABC):
             results,
         )
 
+    def look_up(
+        self,
+        texts: Tensor,
+        text_rows: Tensor,
+        positions: Tensor,
+        draft_ids: Tensor,
+        lengths: tuple[int, int],
+        out: Tensor,
+    ) -> None:
+        """Drafts of each sequence: what followed its last tokens before, else what was proposed (`rounds.lookup`).
+
+        Args:
+            texts: int32 `[rows, capacity]`, tokens by position.
+            text_rows: int32 `[sequences]`, row of each sequence's text; -1 where it only pads.
+            positions: int64 `[sequences]`, of the anchors, whose tokens the texts have.
+            draft_ids: int64 `[sequences, N]`, the proposed draft tokens.
+            lengths: fewest and most last tokens that are compared.
+            out: int64 `[sequences, N]`, filled.
+        """
+        rounds.look_up(texts, text_rows, positions, draft_ids, lengths, out)
+
+    def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
+        """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`."""
+        rounds.remember(texts, text_rows, positions, results)
+
     def hand_off(
         self, next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor
     ) -> None:

@@ -438,6 +438,22 @@ class NativeKernels(Kernels):
         """See `Kernels.settle_round`."""
         self.executor.settle_round(*operands)
 
+    def look_up(
+        self,
+        texts: Tensor,
+        text_rows: Tensor,
+        positions: Tensor,
+        draft_ids: Tensor,
+        lengths: tuple[int, int],
+        out: Tensor,
+    ) -> None:
+        """See `Kernels.look_up`."""
+        self.executor.look_up(texts, text_rows, positions, draft_ids, *lengths, out)
+
+    def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
+        """See `Kernels.remember`."""
+        self.executor.remember(texts, text_rows, positions, results)
+
     def hand_off(
         self, next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor, state_positions: Tensor
     ) -> None:

@@ -105,3 +105,38 @@ def hand_off(next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor
     """See `Kernels.hand_off`."""
     state_anchors[: len(next_anchors)] = next_anchors
     state_positions[: len(next_positions)] = next_positions
+
+
+def look_up(
+    texts: Tensor, text_rows: Tensor, positions: Tensor, draft_ids: Tensor, lengths: tuple[int, int], out: Tensor
+) -> None:
+    """See `Kernels.look_up`."""
+    out.copy_(draft_ids)
+    for sequence, (row, last) in enumerate(zip(text_rows.tolist(), positions.tolist(), strict=True)):
+        if row >= 0 and 0 <= last < texts.shape[1]:
+            followed = _followed(texts[row, : last + 1].tolist(), lengths, out.shape[1])
+            if followed is not None:
+                out[sequence] = torch.tensor(followed)
+
+
+def _followed(text: list[int], lengths: tuple[int, int], count: int) -> list[int] | None:
+    """What followed the latest earlier place of the longest run of `text`'s last tokens; None without one."""
+    shortest, longest = lengths
+    for length in range(longest, shortest - 1, -1):
+        for start in range(len(text) - length - 1, -1, -1):
+            if text[start : start + length] == text[-length:]:
+                whole = list(text)
+                for place in range(start + length, start + length + count):
+                    whole.append(whole[place])
+                return whole[len(text) :]
+    return None
+
+
+def remember(texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
+    """See `Kernels.remember`."""
+    for row, position, (accepted, _, *picks) in zip(
+        text_rows.tolist(), positions.tolist(), results.tolist(), strict=True
+    ):
+        end = min(position + 2 + accepted, texts.shape[1])
+        if row >= 0 and end > position + 1:
+            texts[row, position + 1 : end] = torch.tensor(picks[: end - position - 1])

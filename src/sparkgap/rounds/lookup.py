@@ -49,7 +49,8 @@ class PromptLookup:
     def __init__(self, shortest: int, longest: int) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"lengths must be 1 <= shortest <= longest, got {shortest} and {longest}")
-        self.lengths = range(longest, shortest - 1, -1)
+        self.shortest, self.longest = shortest, longest
+        self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[int, _Index] = {}
 
     def continuation(self, sequence: Sequence, count: int) -> tuple[int, ...] | None:
@@ -57,10 +58,10 @@ class PromptLookup:
 
         Where fewer than `count` follow, the text goes on as if it repeated itself from there.
         """
-        index = self._indices.setdefault(sequence.sequence_id, _Index(ends={n: {} for n in self.lengths}))
+        index = self._indices.setdefault(sequence.sequence_id, _Index(ends={n: {} for n in self._lengths}))
         self._read(index, sequence)
         tokens = index.token_ids
-        for length in self.lengths:
+        for length in self._lengths:
             end = index.ends[length].get(tuple(tokens[-length:])) if len(tokens) > length else None
             if end is not None:
                 drafted: list[int] = []
@@ -79,7 +80,7 @@ class PromptLookup:
         start = len(known)
         known += sequence.token_ids(start, sequence.num_tokens)
         for end in range(max(start - 1, 0), len(known) - 1):
-            for length in self.lengths:
+            for length in self._lengths:
                 if end + 1 >= length:
                     index.ends[length][tuple(known[end + 1 - length : end + 1])] = end
 

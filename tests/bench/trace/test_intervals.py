@@ -77,7 +77,7 @@ def test_plain_rounds_have_no_intervals_of_drafts() -> None:
 
 
 def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"had 3 decode rounds, and 4 are needed.*--max-tokens"):
+    with pytest.raises(ConfigError, match=r"had 3 decode rounds, and none after the first 2 is followed.*--max-tokens"):
         steady_rounds(pipelined(3))
 
 

@@ -175,8 +175,8 @@ def steady_rounds(recording: Recording) -> list[RoundIntervals]:
     ]
     if not measured:
         raise ConfigError(
-            f"the request had {len(rounds)} decode rounds, and {SKIPPED_ROUNDS + 2} are needed for an interval report; "
-            "raise --max-tokens, or add --ignore-eos"
+            f"the request had {len(rounds)} decode rounds, and none after the first {SKIPPED_ROUNDS} is followed by "
+            "one of the same kind, which an interval report needs; raise --max-tokens, or add --ignore-eos"
         )
     return measured
 

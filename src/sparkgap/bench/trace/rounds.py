@@ -10,8 +10,8 @@ from sparkgap.engine.tracing import CONTEXT, DRAFT, ROUND, TARGET, VERIFY, HostC
 SETTLE = "settle"
 """Stage that verifies draft tokens: the target's tokens are drawn, and drafts accepted."""
 
-STAGES = ("begin", DRAFT, "lay out", TARGET, SETTLE, CONTEXT, "hand off")
-"""Stages of a round in their order. The host carries its rounds without the first, third and last."""
+STAGES = ("begin", DRAFT, "look up", "lay out", TARGET, SETTLE, CONTEXT, "remember", "hand off")
+"""Stages of a round in their order. Rounds that the host carries have draft, target, settle and context."""
 
 _STAGE_OF_CALL = {DRAFT: DRAFT, TARGET: TARGET, VERIFY: SETTLE, CONTEXT: CONTEXT}
 

@@ -12,7 +12,7 @@ class Refusal(StrEnum):
 
     SWITCHED_OFF = "task_pipeline is off"
     NO_CAPTURED_GRAPHS = "passes are not captured as graphs"
-    LOOKUP = "draft tokens are looked up in the text"
+    LOOKUP = "draft tokens are only looked up, and most rounds have none"
     ADAPTIVE_LENGTH = "the number of draft tokens adapts to what pays"
     NOT_SPECULATED = "speculation is switched off for the request"
     SAMPLED_DRAFTS = "draft tokens are sampled"
@@ -33,7 +33,7 @@ class EngineFacts:
         captured: whether passes are captured as graphs.
         speculates: whether there is a drafter.
         samples_drafts: whether it samples draft tokens of sampled requests.
-        looks_up: whether drafts are looked up in a sequence's own past.
+        looks_up: whether drafts are only looked up in a sequence's own past: a round without any is then a plain one.
         adapts_length: whether the host chooses how many draft tokens a round verifies.
         max_context_length: longest context that the drafter can follow; None without one.
     """

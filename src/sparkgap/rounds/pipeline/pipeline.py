@@ -15,6 +15,7 @@ from sparkgap.graphs.passes import Passes
 from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.rounds.pipeline.programs import SlotPrograms
 from sparkgap.rounds.pipeline.slot import RoundShape, RoundState, SequenceResult, Slot
+from sparkgap.rounds.pipeline.texts import TextRows
 from sparkgap.rounds.sequence import Sequence
 
 _logger = logging.getLogger(__name__)
@@ -59,11 +60,13 @@ class Pipeline:
         max_sequences: most sequences decoded together.
         max_model_len: most positions of a sequence.
         counters: told of captures and replays.
+        lookup_lengths: fewest and most last tokens whose earlier place in the text gives drafts; None looks nothing up.
 
     Attributes:
         buckets: numbers of sequences that there are programs for, smallest first.
         slots: what rounds run in.
         state: what one round leaves to the next.
+        texts: which row of the state's texts is whose.
         stream: where they run.
         nbytes: memory of Slots and programs.
     """
@@ -76,16 +79,20 @@ class Pipeline:
         max_sequences: int,
         max_model_len: int,
         counters: GraphCounters,
+        lookup_lengths: tuple[int, int] | None = None,
     ) -> None:
         self.buckets = buckets_up_to(max_sequences)
         width = 1 if passes.drafting is None else passes.drafting.num_speculative_tokens + 1
         shape = RoundShape(self.buckets[-1], width, passes.caches[0].block_size, max_model_len)
-        self.state = RoundState(shape)
+        self.texts = TextRows(0 if lookup_lengths is None else (NUM_SLOTS + 1) * shape.max_sequences)
+        self.state = RoundState(shape, self.texts.count)
         self.slots = tuple(Slot(shape) for _ in range(NUM_SLOTS))
         self.stream = CpuStream()
         self._counters = counters
         self._drafts = passes.drafting is not None
-        self._programs = tuple(SlotPrograms(slot, self.state, passes, kernels, counters) for slot in self.slots)
+        self._programs = tuple(
+            SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths) for slot in self.slots
+        )
         with torch.inference_mode():
             for programs in self._programs:
                 programs.capture(self.buckets)
@@ -130,7 +137,8 @@ class Pipeline:
         before = self._rounds[-1].sequences if self._rounds else ()
         rows = {sequence.sequence_id: row for row, sequence in enumerate(before)}
         sources = [rows.get(sequence.sequence_id, -1) for sequence in sequences]
-        self.slots[self._next_slot].stage(sequences, sources, bucket)
+        text_rows = [self._text_row(sequence, source) for sequence, source in zip(sequences, sources, strict=True)]
+        self.slots[self._next_slot].stage(sequences, sources, text_rows, bucket)
         launch = self.stream.launch(program)
         self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, launch))
         self._next_slot = (self._next_slot + 1) % NUM_SLOTS
@@ -153,6 +161,7 @@ class Pipeline:
             raise RoundFailedError(oldest.launch.error)
         results = self.slots[oldest.slot].read_results(len(oldest.sequences))
         self._rounds.popleft()
+        self._free_texts()
         return results
 
     def reset(self) -> None:
@@ -166,11 +175,27 @@ class Pipeline:
         if not self.stream.reset(DEADLINE_S):
             raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
         self._rounds.clear()
+        self._free_texts()
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives its blocks back."""
         for slot in self.slots:
             slot.forget(sequence)
+        self.texts.retire(sequence.sequence_id)
+        self._free_texts()
+
+    def _text_row(self, sequence: Sequence, source: int) -> int:
+        """Row of the sequence's text, which is written where the sequence begins from its own tokens."""
+        if not self.texts.count:
+            return -1
+        row = self.texts.of(sequence.sequence_id)
+        if source < 0:
+            self.state.write_text(row, sequence)
+        return row
+
+    def _free_texts(self) -> None:
+        """Rounds in flight write to the texts of sequences that have ended, too."""
+        self.texts.free_retired({s.sequence_id for round_ in self._rounds for s in round_.sequences})
 
     def close(self) -> None:
         """End the stream; nothing can be submitted any more."""

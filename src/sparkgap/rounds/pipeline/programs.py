@@ -1,5 +1,6 @@
 """A whole round as one program for each Slot and number of sequences, captured at startup."""
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -36,16 +37,24 @@ class SlotPrograms:
         passes: target, caches and drafter.
         kernels: that compute them.
         counters: told of the captures.
+        lookup_lengths: fewest and most last tokens that are looked up; None looks nothing up.
     """
 
     def __init__(
-        self, slot: Slot, state: RoundState, passes: Passes, kernels: NativeKernels, counters: GraphCounters
+        self,
+        slot: Slot,
+        state: RoundState,
+        passes: Passes,
+        kernels: NativeKernels,
+        counters: GraphCounters,
+        lookup_lengths: tuple[int, int] | None = None,
     ) -> None:
         self._slot = slot
         self._state = state
         self._passes = passes
         self._kernels = kernels
         self._counters = counters
+        self._lookup_lengths = lookup_lengths
         executor = kernels.executor
         self._target: GraphFamily[_TargetResults] = GraphFamily("target", executor, counters)
         self._draft: GraphFamily[Proposal] = GraphFamily("draft", executor, counters)
@@ -89,6 +98,9 @@ class SlotPrograms:
         if model is not None:
             graph, proposal = self._capture_draft(bucket, model)
             parts.append(("draft", graph))
+            if self._lookup_lengths is not None:
+                parts.append(self._record("look up", functools.partial(self._look_up, bucket, proposal)))
+                proposal = proposal._replace(token_ids=self._slot.drafts[:bucket])
         parts.append(self._record("lay out", lambda: self._lay_out(bucket, proposal)))
         graph, results = self._capture_target(bucket)
         parts.append(("target", graph))
@@ -96,6 +108,8 @@ class SlotPrograms:
         if model is not None:
             assert results.captured is not None
             parts.append(("context", self._capture_context(bucket, results.captured, model)))
+        if self._lookup_lengths is not None:
+            parts.append(self._record("remember", lambda: self._remember(bucket)))
         parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
         return CpuProgram(parts)
 
@@ -129,6 +143,24 @@ class SlotPrograms:
         }
         proposal = self._draft.capture(inputs, lambda: Passes.propose(self._passes, **inputs, max_length=0))
         return self._draft.graph(inputs), proposal
+
+    def _look_up(self, bucket: int, proposal: Proposal) -> None:
+        slot = self._slot
+        assert self._lookup_lengths is not None
+        self._kernels.look_up(
+            self._state.texts,
+            slot.text_rows[:bucket],
+            slot.positions[:bucket],
+            proposal.token_ids,
+            self._lookup_lengths,
+            slot.drafts[:bucket],
+        )
+
+    def _remember(self, bucket: int) -> None:
+        slot = self._slot
+        self._kernels.remember(
+            self._state.texts, slot.text_rows[:bucket], slot.positions[:bucket], slot.results[:bucket]
+        )
 
     def _lay_out(self, bucket: int, proposal: Proposal | None) -> None:
         slot, shape = self._slot, self._slot.shape

@@ -42,11 +42,20 @@ class RoundState:
     Attributes:
         anchors: int64 `[max_sequences]`, the last token of each row of the last round that was launched.
         positions: int64 `[max_sequences]`, their positions.
+        texts: int32 `[rows, max_model_len]`, tokens by position where drafts are looked up in them, else no rows. A
+            sequence keeps its row from round to round.
     """
 
-    def __init__(self, shape: RoundShape) -> None:
+    def __init__(self, shape: RoundShape, text_rows: int = 0) -> None:
         self.anchors = torch.zeros(shape.max_sequences, dtype=torch.int64)
         self.positions = torch.zeros(shape.max_sequences, dtype=torch.int64)
+        # Not filled: memory that no text reaches is never touched.
+        self.texts = torch.empty((text_rows, shape.max_model_len), dtype=torch.int32)
+        self._texts: np.ndarray = self.texts.numpy()
+
+    def write_text(self, row: int, sequence: Sequence) -> None:
+        """Write all tokens of a sequence that no round in flight has."""
+        self._texts[row, : sequence.num_tokens] = sequence.token_ids(0, sequence.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,10 @@ class Slot:
         sources: int32 `[max_sequences]`, row of the state that each sequence goes on from; -1 for what is staged.
         staged_anchors, staged_positions: int64 `[max_sequences]`, where sequences that join begin.
         block_tables: int32 `[max_sequences, max_blocks]`.
+        text_rows: int32 `[max_sequences]`, row of each sequence's text; -1 where it only pads, or nothing is looked up.
         num_blocks: int32 `[max_sequences]`, entries of each table that hold; 0 where a row only pads.
         anchors, positions: int64 `[max_sequences]`, where the round begins.
+        drafts: int64 `[max_sequences, N]`, draft tokens, looked up or proposed.
         token_ids, row_positions, slots: int64 `[max_sequences * W]`, the rows to verify.
         context_positions, context_slots: int64 `[max_sequences * W]`, the same without rejected rows.
         sampling: how tokens are drawn.
@@ -120,8 +131,10 @@ class Slot:
         self.staged_positions = torch.zeros(sequences, dtype=torch.int64)
         self.block_tables = torch.zeros((sequences, shape.max_blocks), dtype=torch.int32)
         self.num_blocks = torch.zeros(sequences, dtype=torch.int32)
+        self.text_rows = torch.full((sequences,), -1, dtype=torch.int32)
         self.anchors = torch.zeros(sequences, dtype=torch.int64)
         self.positions = torch.zeros(sequences, dtype=torch.int64)
+        self.drafts = torch.zeros((sequences, shape.width - 1), dtype=torch.int64)
         self.token_ids = torch.zeros(rows, dtype=torch.int64)
         self.row_positions = torch.zeros(rows, dtype=torch.int64)
         self.slots = torch.full((rows,), -1)
@@ -141,6 +154,7 @@ class Slot:
         self._staged_positions: np.ndarray = self.staged_positions.numpy()
         self._block_tables: np.ndarray = self.block_tables.numpy()
         self._num_blocks: np.ndarray = self.num_blocks.numpy()
+        self._text_rows: np.ndarray = self.text_rows.numpy()
         self._results: np.ndarray = self.results.numpy()
 
     @property
@@ -161,16 +175,18 @@ class Slot:
         )
         return ForwardBatch(self.token_ids[:end], self.slots[:end], attention)
 
-    def stage(self, sequences: Seq[Sequence], sources: Seq[int], padded_to: int) -> None:
+    def stage(self, sequences: Seq[Sequence], sources: Seq[int], text_rows: Seq[int], padded_to: int) -> None:
         """Write a round's inputs.
 
         Args:
             sequences: with blocks for all positions that the round may write.
             sources: for each, its row of the state; -1 where it begins from its own tokens.
+            text_rows: for each, the row of its text; -1 where nothing is looked up.
             padded_to: number of sequences of the graphs.
         """
-        for row, (sequence, source) in enumerate(zip(sequences, sources, strict=True)):
+        for row, (sequence, source, text_row) in enumerate(zip(sequences, sources, text_rows, strict=True)):
             self._sources[row] = source
+            self._text_rows[row] = text_row
             if source < 0:
                 self._staged_anchors[row] = sequence.output_token_ids[-1]
                 self._staged_positions[row] = sequence.num_computed_tokens
@@ -186,7 +202,7 @@ class Slot:
         for row in range(len(sequences), padded_to):
             self._owners[row] = None
             self.sampling.clear(row)
-            self._sources[row] = -1
+            self._sources[row] = self._text_rows[row] = -1
             self._staged_anchors[row] = self._staged_positions[row] = self._num_blocks[row] = 0
 
     def forget(self, sequence: Sequence) -> None:

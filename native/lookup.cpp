@@ -1,0 +1,58 @@
+#include "lookup.h"
+
+#include <algorithm>
+
+namespace sparkgap {
+
+namespace {
+
+// Place of the last token of the earlier run that is repeated; -1 without one.
+int64_t repeated(const int32_t* text, int64_t last, int64_t shortest, int64_t longest) {
+  int64_t found = -1, found_length = shortest - 1;
+  for (int64_t end = last - 1; end >= shortest - 1 && found_length < longest; end--) {
+    const int64_t most = std::min(longest, end + 1);
+    int64_t length = 0;
+    while (length < most && text[end - length] == text[last - length]) length++;
+    if (length > found_length) found = end, found_length = length;
+  }
+  return found;
+}
+
+}  // namespace
+
+int32_t* Texts::of(int64_t sequence, Worker worker) const {
+  const int64_t row = rows[sequence];
+  if (row >= 0 && row < num_rows) return tokens + row * capacity;
+  if (row != -1) worker.report(kSourceOutOfRange);
+  return nullptr;
+}
+
+void look_up(const LookUp& args, Worker worker) {
+  if (worker.index != 0) return;
+  for (int64_t i = 0; i < args.sequences; i++) {
+    int64_t* drafts = args.drafts + i * args.count;
+    const int32_t* text = args.texts.of(i, worker);
+    const int64_t last = args.positions[i];
+    const bool known = text && last >= 0 && last < args.texts.capacity;
+    const int64_t end = known ? repeated(text, last, args.shortest, args.longest) : -1;
+    for (int64_t step = 0; step < args.count; step++) {
+      const int64_t place = end + 1 + step;
+      drafts[step] = end < 0 ? args.proposed.at(i, step) : place <= last ? text[place] : drafts[place - last - 1];
+    }
+  }
+}
+
+void remember(const Remember& args, Worker worker) {
+  if (worker.index != 0) return;
+  for (int64_t i = 0; i < args.sequences; i++) {
+    int32_t* text = args.texts.of(i, worker);
+    if (!text) continue;
+    const int64_t* result = args.results + i * (args.width + 2);
+    for (int64_t k = 0; k <= result[0]; k++) {
+      const int64_t place = args.positions[i] + 1 + k;
+      if (place >= 0 && place < args.texts.capacity) text[place] = int32_t(result[2 + k]);
+    }
+  }
+}
+
+}  // namespace sparkgap
