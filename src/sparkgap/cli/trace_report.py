@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 _LABELS = {
     "context_graphs": "context graphs a round",
     "context_kv_writes": "context KV scatters a round",
-    "projection_to_last_write_ms": "context projection to last scatter, ms",
+    "projection_to_last_write_ms": "context projection to scatter, ms",
     "draft_ms": "draft envelope, ms",
     "target_ms": "target envelope, ms",
     "draft_to_target_ms": "draft launch to target launch, ms",
-    "verification_to_next_ms": "verification start to next launch, ms",
+    "verification_to_next_ms": "verification to next launch, ms",
     "verification_to_next_share": "  share of the round",
     "round_ms": "full round, ms",
-    "uncovered_ms": "of it outside recorded compute, ms",
+    "uncovered_ms": "  outside recorded compute, ms",
     "uncovered_share": "  share of the round",
 }
 """Rows of the table, by the interval's name."""
@@ -29,7 +29,12 @@ def print_intervals(reports: "Mapping[str, IntervalReport]") -> None:
     """A table with a column for each mode: medians, and of a single mode also the quartiles of what varies."""
     spread = len(reports) == 1
     title = "steady rounds: median (quartiles)" if spread else "steady rounds: medians"
-    table = Table(Column("", no_wrap=True), *reports, title=title, title_justify="left")
+    table = Table(
+        Column("", no_wrap=True),
+        *(Column(name, overflow="fold") for name in reports),
+        title=title,
+        title_justify="left",
+    )
     for cells in interval_rows(reports, spread=spread):
         table.add_row(*cells)
     Console(highlight=False).print(table)
