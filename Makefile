@@ -29,20 +29,29 @@ test: $(VENV)/.installed-dev  ## run the fast tests
 test-slow: $(VENV)/.installed-dev  ## run the long tests too
 	$(PYTEST) -m "slow or not slow"
 
-# The native module apart from the installed one, in a build that checks itself. Leaks are Python's and torch's to report.
+# The native module apart from the installed one, in a build that checks itself.
+# Leaks are Python's and torch's to report. Sanitizers write to standard error, which pytest must not capture then.
 SANITIZERS ?= address,undefined
-SANITIZED := build/sanitize
 SANITIZED_TESTS ?= tests/native tests/device tests/graphs
-test-sanitize: $(VENV)/.installed-dev  ## run the native tests on a build with sanitizers (needs g++)
-	$(PIP) 'cmake>=3.20' ninja nanobind
+comma := ,
+SANITIZED := build/sanitize-$(subst $(comma),-,$(SANITIZERS))
+test-sanitize: check-sanitizers $(VENV)/.installed-dev $(VENV)/.cmake  ## run the native tests on a build with sanitizers (needs g++)
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_CXX_COMPILER=g++ -DCMAKE_BUILD_TYPE=Debug \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" -DSPARKGAP_SANITIZE=$(SANITIZERS)
 	$(BIN)/cmake --build $(SANITIZED)
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  SPARKGAP_NATIVE_MODULE="$$(ls $(abspath $(SANITIZED))/_native*.so)" OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest $(SANITIZED_TESTS)
+	module="$$(ls $(abspath $(SANITIZED))/_native*.so)" && \
+	runtime="$$(ldd "$$module" | awk '$$1 ~ /^lib(asan|tsan|ubsan|stdc\+\+)\./ { print $$3 }')" && \
+	LD_PRELOAD="$$(echo $$runtime)" SPARKGAP_NATIVE_MODULE="$$module" PYTHONPATH=tests/other_build \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	  $(PYTEST) --capture=sys $(SANITIZED_TESTS)
+
+.PHONY: check-sanitizers
+check-sanitizers:
+	@mkdir -p $(SANITIZED)
+	@echo 'int main() {}' | g++ -fsanitize=$(SANITIZERS) -x c++ - -o $(SANITIZED)/probe && $(SANITIZED)/probe || { \
+	  echo "g++ cannot build with -fsanitize=$(SANITIZERS): install g++ with its sanitizers (Debian and Ubuntu: apt" \
+	    "install g++; Fedora: dnf install gcc-c++ libasan libubsan libtsan)." >&2; exit 1; }
 
 lint: $(VENV)/.installed-dev  ## check style and types
 	$(BIN)/ruff check .
@@ -65,6 +74,10 @@ $(VENV)/.torch:
 	    "(Debian and Ubuntu: apt install g++)." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.cmake: $(VENV)/.torch
+	$(PIP) 'cmake>=3.20' ninja 'nanobind>=2.4'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(PACKAGE_SOURCES)

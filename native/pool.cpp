@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <new>
@@ -102,11 +103,14 @@ void Pool::grow(int threads, size_t scratch_bytes) {
   if (threads > cores_) placement_ = Placement();  // more threads than cores: the kernel's scheduler knows best
   while (static_cast<int>(members_.size()) < threads) {
     const int index = static_cast<int>(members_.size());
-    Member& member = *members_.emplace_back(std::make_unique<Member>());
-    member.thread = std::thread([this, &member, index, placement = placement_] {
+    // A member without a thread would be waited for in vain: it joins once its thread runs.
+    members_.reserve(members_.size() + 1);
+    auto member = std::make_unique<Member>();
+    member->thread = std::thread([this, self = member.get(), index, placement = placement_] {
       placement.pin(index);
-      work(member, index);
+      work(*self, index);
     });
+    members_.push_back(std::move(member));
   }
   for (int i = 0; i < threads; i++) members_[i]->scratch.reserve(scratch_bytes);
   spinning_.store(threads <= cores_ ? 1 : 0, std::memory_order_relaxed);
@@ -119,6 +123,8 @@ uint32_t Pool::run(const CallList& list, int threads) {
 }
 
 uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number) {
+  // The barrier after a call keeps the job alive until every thread has read it: without a call there is none.
+  if (std::all_of(lists.begin(), lists.end(), [](const CallList& list) { return list.calls.empty(); })) return 0;
   std::atomic<uint32_t> fault{0};
   const std::lock_guard lock(mutex_);
   grow(threads, scratch_bytes);

@@ -1,5 +1,6 @@
 #include "rounds.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace sparkgap {
@@ -22,7 +23,8 @@ void begin_round(const BeginRound& args, Worker worker) {
 void verify_rows(const VerifyRows& args, Worker worker) {
   if (worker.index != 0) return;
   for (int64_t i = 0; i < args.sequences; i++) {
-    const int64_t first = args.positions[i], blocks = args.num_blocks[i];
+    // A position that is out of range is no more so, whatever is added to it, than the nearest one that is.
+    const int64_t first = std::clamp(args.positions[i], -args.width, args.max_length), blocks = args.num_blocks[i];
     const bool pads = blocks == 0;
     if (!pads && (first < 0 || first >= args.max_length)) worker.report(kPositionOutOfRange);
     const int64_t last = pads ? 0 : args.max_length - 1;

@@ -49,6 +49,12 @@ void stop_stream(const std::shared_ptr<StreamState>& shared) {
   if (thread.joinable()) thread.join();
 }
 
+// Of seconds without bounds, so much as a clock can count; none of a NaN.
+std::chrono::duration<double> waiting_time(double timeout_s) {
+  constexpr double kLongest_s = 1e8;
+  return std::chrono::duration<double>(timeout_s > 0 ? std::min(timeout_s, kLongest_s) : 0.0);
+}
+
 // After a fork the thread is the parent's, and it may have held the mutex.
 bool is_forked(const std::shared_ptr<StreamState>& shared) { return shared->process != getpid(); }
 
@@ -86,7 +92,7 @@ bool Launch::done() const {
 bool Launch::wait(double timeout_s) const {
   const nb::gil_scoped_release released;
   std::unique_lock lock(shared_->mutex);
-  return shared_->finished.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done_; });
+  return shared_->finished.wait_for(lock, waiting_time(timeout_s), [this] { return done_; });
 }
 
 std::string Launch::error() const {
@@ -163,7 +169,7 @@ bool Stream::reset(double timeout_s) {
   std::vector<std::shared_ptr<Launch>> ended;  // destroyed last, under the GIL again
   const nb::gil_scoped_release released;
   std::unique_lock lock(shared_->mutex);
-  const bool idle = shared_->finished.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] {
+  const bool idle = shared_->finished.wait_for(lock, waiting_time(timeout_s), [this] {
     return shared_->stopping || (shared_->queue.empty() && !shared_->running);
   });
   if (!idle) return false;

@@ -1,22 +1,11 @@
 """Fixtures that several parts share."""
 
-import importlib.util
 import logging
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-if native_module := os.environ.get("SPARKGAP_NATIVE_MODULE"):
-    # Another build of the native module than the installed one, such as that of `make test-sanitize`.
-    spec = importlib.util.spec_from_file_location("sparkgap._native", native_module)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["sparkgap._native"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["sparkgap._native"])
 
 # How long an example takes tells of the machine's load, not of the code.
 settings.register_profile("sparkgap", deadline=None)

@@ -108,7 +108,7 @@ void attend(const PagedAttention& args, Worker worker) {
           }
     }
   }
-  const int64_t used = args.row_starts[args.sequences];
+  const int64_t used = larger<int64_t>(0, args.row_starts[args.sequences]);
   if (worker.index == 0) zero_rows<X>(args.out, used, args.rows, args.heads, args.cache.head_dim);
 }
 

@@ -117,7 +117,7 @@ __attribute__((noinline)) void stream_sums(const uint8_t* q, int64_t q_stride, c
 #pragma GCC unroll 4
     for (int step = 1; step < kStreamSteps; step++) acc[r][step] = IntPart{};
   }
-  const auto add = [&](int64_t group, int step) __attribute__((always_inline)) {
+  const auto add = [&](int64_t group, int step) SPARKGAP_INLINE_LAMBDA {
     const __m512i w = _mm512_loadu_si512(packed + group * 64);
 #pragma GCC unroll 2
     for (int r = 0; r < R; r++) {

@@ -15,8 +15,6 @@ SPARKGAP_INLINE Share share(int64_t n, Worker worker) {
   return {n * worker.index / worker.count, n * (worker.index + 1) / worker.count};
 }
 
-#define SPARKGAP_INLINE_LAMBDA __attribute__((always_inline))
-
 // f(k, left) for k = 0, 16, ... below n, where the first 16 of what is `left` count; a constant where that is all 16.
 template <class F>
 SPARKGAP_INLINE void each_vector(int64_t n, F f) {

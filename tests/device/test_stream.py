@@ -1,6 +1,7 @@
 """Programs on a stream: order, failure, and ends at any moment."""
 
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -68,6 +69,19 @@ def test_a_failure_fails_what_waits_until_the_stream_is_reset() -> None:
     assert launch.wait(WAIT_S)
     assert not launch.error
     assert total.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "enough"), [(math.inf, True), (1e300, True), (math.nan, False), (-math.inf, False)]
+)
+def test_waits_of_any_length(timeout_s: float, enough: bool) -> None:
+    program, total = counting(NativeKernels(threads=2))
+    stream = CpuStream()
+    launches = [stream.launch(program) for _ in range(500)]
+    assert launches[-1].wait(timeout_s) >= enough
+    assert stream.reset(timeout_s) >= enough
+    if enough:
+        assert total.item() == 500
 
 
 def test_a_stopped_stream_takes_nothing_and_leaves_nobody_waiting() -> None:

@@ -250,3 +250,28 @@ def test_blocks_threads_and_variants_do_not_show(make: Make, variant: str) -> No
         assert torch.equal(run(make(variant, threads), slice(0, 3)), expected)
     for s in range(3):
         assert torch.equal(run(make(variant), slice(s, s + 1))[0], expected[s])
+
+
+def test_rows_that_no_sequence_has_are_zero(make: Make, variant: str) -> None:
+    """Whatever the row starts say, nothing beside the result is written."""
+    case = make_case([3], 1, 16, 16, torch.float32, 0)
+    memory = torch.full((6, 2, 16), 7.0)
+    for starts in ([0, 0], [0, -3], [-5, -1], [9, 9]):
+        rows = AttentionRows(torch.tensor([0, 1]), torch.tensor(starts, dtype=torch.int32), case.block_tables, 2, 3)
+        memory.fill_(7.0)
+        make(variant).executor.paged_attention(
+            torch.randn(2, 2, 16),
+            case.cache.keys,
+            case.cache.values,
+            rows.positions,
+            rows.row_starts,
+            rows.block_tables,
+            2,
+            3,
+            0.25,
+            0,
+            memory[2:4],
+        )
+        assert (memory[:2] == 7).all()
+        assert (memory[4:] == 7).all()
+        assert starts == [9, 9] or (memory[2:4] == 0).all()

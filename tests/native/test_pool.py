@@ -90,6 +90,38 @@ kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
     assert done.stderr == ""
 
 
+def test_a_graph_without_calls_runs_nothing() -> None:
+    """Threads must not be woken for it: nothing would wait until they have read what to do."""
+    graph = _native.Graph(2, _native.Arena())
+    for _ in range(1000):
+        graph.replay()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted otherwise")
+@pytest.mark.skipif("SPARKGAP_NATIVE_MODULE" in os.environ, reason="sanitizers end a process that has no memory left")
+def test_threads_that_cannot_start_are_not_waited_for() -> None:
+    code = """
+import resource
+from pathlib import Path
+import torch
+from sparkgap.ops.native_kernels import NativeKernels
+one, many = NativeKernels(threads=1), NativeKernels(threads=40)
+x, weight = torch.ones(2, 8), torch.ones(8)
+expected = one.rms_norm(x, weight, 1e-5)
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), hard))
+try:
+    many.rms_norm(x, weight, 1e-5)
+    raise SystemExit("there was memory for the stacks of 40 threads")
+except RuntimeError:
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+assert torch.equal(many.rms_norm(x, weight, 1e-5), expected)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_other_python_threads_run_meanwhile(make: Make, variant: str) -> None:
     """The GIL is released: a thread that counts goes on while long products run."""
     kernels = make(variant, 1)
