@@ -48,19 +48,14 @@ void Graph::replay() {
   uint32_t fault;
   {
     const nb::gil_scoped_release released;
-    fault = Pool::shared().run(calls_, threads_);
+    fault = Pool::shared().run(calls(), threads_);
   }
   raise_fault(fault);
 }
 
 std::vector<std::string> Graph::kinds() const {
   std::vector<std::string> names;
-  for (const Call& call : calls_) {
-    // "... [with Args = sparkgap::RmsNorm]" or "... [Args = sparkgap::RmsNorm]".
-    const std::string text = call.signature;
-    const size_t begin = text.find_last_of(": ") + 1;
-    names.push_back(text.substr(begin, text.find(']', begin) - begin));
-  }
+  for (const Call& call : calls_) names.push_back(kind_of(call));
   return names;
 }
 
@@ -120,7 +115,7 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   uint32_t fault;
   {
     const nb::gil_scoped_release released;
-    fault = Pool::shared().run(calls, threads_);
+    fault = Pool::shared().run({calls}, threads_);
   }
   raise_fault(fault);
 }

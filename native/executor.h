@@ -15,6 +15,7 @@
 #include "call.h"
 #include "kernels/kernels.h"
 #include "memory.h"
+#include "pool.h"
 #include "tensor.h"
 
 namespace sparkgap {
@@ -43,13 +44,15 @@ std::string describe_fault(uint32_t fault);
 // else by itself.
 class Graph {
  public:
-  Graph(int threads, std::shared_ptr<Arena> arena) : threads_(threads), arena_(std::move(arena)) {}
+  // `name` is what traces call it.
+  Graph(int threads, std::shared_ptr<Arena> arena, const std::string& name = "")
+      : threads_(threads), name_(intern_name(name)), arena_(std::move(arena)) {}
   ~Graph();
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
   void replay();  // GIL released while it runs
-  std::span<const Call> calls() const { return calls_; }
+  CallList calls() const { return {calls_, name_}; }
   int threads() const { return threads_; }
   // Kind of each call, and the shortest time in nanoseconds of each thread's share of it in `repeats` runs on the
   // caller's thread, `[calls, threads]`.
@@ -62,6 +65,7 @@ class Graph {
   friend class Executor;
 
   int threads_;
+  uint32_t name_;
   std::vector<Call> calls_;
   std::vector<PyObject*> objects_;
   std::vector<std::shared_ptr<const PackedWeight>> weights_;

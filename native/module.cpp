@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "cpu_info.h"
@@ -21,6 +22,27 @@ using sparkgap::Launch;
 using sparkgap::PackedWeight;
 using sparkgap::Program;
 using sparkgap::Stream;
+
+namespace {
+
+// Kind, graph's name, run, list, call, thread, begin and end.
+using TraceRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, int64_t, int64_t>;
+
+std::tuple<std::vector<TraceRow>, uint64_t> stop_trace() {
+  std::unique_ptr<sparkgap::Trace> trace;
+  {
+    const nb::gil_scoped_release released;
+    trace = sparkgap::Pool::shared().stop_trace();
+  }
+  if (!trace) throw std::runtime_error("no trace is on");
+  std::vector<TraceRow> rows;
+  for (const sparkgap::TraceRecord& record : trace->records())
+    rows.emplace_back(sparkgap::kind_of(record.signature), sparkgap::interned_name(record.graph), record.run, record.list,
+                      record.call, record.thread, record.begin_ns, record.end_ns);
+  return {std::move(rows), trace->dropped()};
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "Sparkgap's native CPU code.";
@@ -46,6 +68,18 @@ NB_MODULE(_native, m) {
       },
       "End every stream of the process: what runs ends, what waits fails, and nothing can be launched any more.");
 
+  m.def("now_ns", &sparkgap::now_ns, "Nanoseconds of the clock that traces are of.");
+  m.def(
+      "start_trace",
+      [](size_t capacity) {
+        const nb::gil_scoped_release released;
+        sparkgap::Pool::shared().start_trace(capacity);
+      },
+      "capacity"_a, "Keep when each thread ran each kernel call, the last `capacity` of each thread, until `stop_trace`.");
+  m.def("stop_trace", &stop_trace,
+        "End the trace: of each thread's part of each call (kind, graph's name, run, list, call, thread, begin, end), by "
+        "begin, and the number of those that were given up for later ones.");
+
   nb::class_<PackedWeight>(m, "PackedWeight", "A linear layer's weight in packed form.")
       .def_ro("out_features", &PackedWeight::out_features)
       .def_ro("in_features", &PackedWeight::in_features)
@@ -62,7 +96,7 @@ NB_MODULE(_native, m) {
       .def("alias", &sparkgap::alias, "tensor"_a);
 
   nb::class_<Graph>(m, "Graph", "A recorded list of kernel calls with bound pointers.")
-      .def(nb::init<int, std::shared_ptr<Arena>>(), "threads"_a, "arena"_a)
+      .def(nb::init<int, std::shared_ptr<Arena>, const std::string&>(), "threads"_a, "arena"_a, "name"_a = "")
       .def("replay", &Graph::replay, "Run the recorded calls; the GIL is released meanwhile.")
       .def("kinds", &Graph::kinds, "Kind of each recorded call.")
       .def("profile", &Graph::profile, "repeats"_a,
@@ -79,12 +113,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro("done", &Launch::done)
       .def_prop_ro("error", &Launch::error)
       .def("wait", &Launch::wait, "timeout_s"_a)
-      .def("part_times", &Launch::part_times)
-      .def("call_times", &Launch::call_times);
+      .def_prop_ro("run", &Launch::run);
 
   nb::class_<Stream>(m, "Stream", "Runs programs in order on a thread of its own.")
       .def(nb::init<>())
-      .def_prop_rw("timed", &Stream::timed, &Stream::set_timed)
       .def("launch", &Stream::launch, "program"_a)
       .def("reset", &Stream::reset, "timeout_s"_a)
       .def("stop", &Stream::stop);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
 
 #include "cpu_info.h"
 #include "placement.h"
@@ -42,10 +43,6 @@ uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, int sp
   return now;
 }
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 struct Scratch {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -67,9 +64,10 @@ struct Scratch {
 }  // namespace
 
 struct Pool::Job {
-  std::span<const std::span<const Call>> lists;
+  std::span<const CallList> lists;
   int threads;
-  Timeline* timeline;
+  Trace* trace;
+  uint32_t run;
   std::atomic<uint32_t>* fault;
 };
 
@@ -118,19 +116,21 @@ void Pool::grow(int threads, size_t scratch_bytes) {
   spinning_.store(threads <= cores_ ? 1 : 0, std::memory_order_relaxed);
 }
 
-uint32_t Pool::run(std::span<const Call> calls, int threads) {
+uint32_t Pool::run(const CallList& list, int threads) {
   size_t scratch_bytes = 0;
-  for (const Call& call : calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
-  return run({&calls, 1}, threads, scratch_bytes);
+  for (const Call& call : list.calls) scratch_bytes = call.scratch_bytes > scratch_bytes ? call.scratch_bytes : scratch_bytes;
+  return run({&list, 1}, threads, scratch_bytes);
 }
 
-uint32_t Pool::run(std::span<const std::span<const Call>> lists, int threads, size_t scratch_bytes, Timeline* timeline) {
+uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number) {
   // The barrier after a call keeps the job alive until every thread has read it: without a call there is none.
-  if (std::all_of(lists.begin(), lists.end(), [](std::span<const Call> calls) { return calls.empty(); })) return 0;
+  if (std::all_of(lists.begin(), lists.end(), [](const CallList& list) { return list.calls.empty(); })) return 0;
   std::atomic<uint32_t> fault{0};
   const std::lock_guard lock(mutex_);
   grow(threads, scratch_bytes);
-  const Job job{lists, threads, timeline, &fault};
+  if (trace_) trace_->grow(threads);
+  const Job job{lists, threads, trace_.get(), trace_ ? trace_->begin_run() : 0, &fault};
+  if (number) *number = job.run;
   const Placement::CallerGuard placed(placement_, threads);
   for (int i = 1; i < threads; i++) {
     Member& member = *members_[i];
@@ -162,19 +162,30 @@ std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uin
 
 void Pool::execute(const Job& job, int index) {
   // The job lives on the caller's stack and is gone once the last barrier opens.
-  const std::span<const std::span<const Call>> lists = job.lists;
+  const std::span<const CallList> lists = job.lists;
   const Worker worker{index, job.threads, members_[index]->scratch.data, job.fault};
-  Timeline* const timeline = index == 0 ? job.timeline : nullptr;
-  for (const std::span<const Call> calls : lists) {
-    if (timeline) timeline->lists.push_back(now_ns());
-    for (const Call& call : calls) {
-      if (timeline) timeline->calls.push_back(now_ns());
-      call.run(worker);
+  TraceRing* const ring = job.trace ? &job.trace->ring(index) : nullptr;
+  for (uint32_t list = 0; list < lists.size(); list++) {
+    const std::span<const Call> calls = lists[list].calls;
+    for (uint32_t i = 0; i < calls.size(); i++) {
+      const int64_t begin_ns = ring ? now_ns() : 0;
+      calls[i].run(worker);
+      if (ring)
+        ring->add({calls[i].signature, begin_ns, now_ns(), lists[list].graph, job.run, list, i, uint32_t(index)});
       if (worker.count > 1) barrier(worker.count);
-      if (timeline) timeline->calls.push_back(now_ns());
     }
-    if (timeline) timeline->lists.push_back(now_ns());
   }
+}
+
+void Pool::start_trace(size_t capacity) {
+  const std::lock_guard lock(mutex_);
+  if (trace_) throw std::runtime_error("a trace is on; one process records one at a time");
+  trace_ = std::make_unique<Trace>(capacity);
+}
+
+std::unique_ptr<Trace> Pool::stop_trace() {
+  const std::lock_guard lock(mutex_);
+  return std::move(trace_);
 }
 
 void Pool::barrier(int threads) {

@@ -20,7 +20,6 @@ struct StreamState {
   std::string failure;
   bool running = false;
   bool stopping = false;
-  bool timed = false;
   pid_t process = getpid();
   std::thread thread;
 };
@@ -68,12 +67,12 @@ Program::Program(std::vector<std::shared_ptr<Graph>> parts) : parts_(std::move(p
     if (!part || !part->size()) throw std::invalid_argument("a graph of the program holds no calls");
     if (part->threads() != threads_) throw std::invalid_argument("the program's graphs use different numbers of threads");
     lists_.push_back(part->calls());
-    for (const Call& call : part->calls()) scratch_bytes_ = std::max(scratch_bytes_, call.scratch_bytes);
+    for (const Call& call : part->calls().calls) scratch_bytes_ = std::max(scratch_bytes_, call.scratch_bytes);
   }
 }
 
-uint32_t Program::run(Timeline* timeline) const {
-  return Pool::shared().run(lists_, threads_, scratch_bytes_, timeline);
+uint32_t Program::run(uint32_t* number) const {
+  return Pool::shared().run(lists_, threads_, scratch_bytes_, number);
 }
 
 void Program::replay() {
@@ -101,14 +100,9 @@ std::string Launch::error() const {
   return error_;
 }
 
-std::vector<int64_t> Launch::part_times() const {
+uint32_t Launch::run() const {
   const std::lock_guard lock(shared_->mutex);
-  return done_ ? timeline_.lists : std::vector<int64_t>();
-}
-
-std::vector<int64_t> Launch::call_times() const {
-  const std::lock_guard lock(shared_->mutex);
-  return done_ ? timeline_.calls : std::vector<int64_t>();
+  return done_ ? run_ : 0;
 }
 
 Stream::Stream() : shared_(std::make_shared<StreamState>()) {
@@ -153,11 +147,10 @@ void Stream::work(std::shared_ptr<StreamState> shared) {
     if (shared->stopping) error = "the stream was stopped";
     else if (!shared->failure.empty()) error = "an earlier round failed: " + shared->failure;
     else {
-      Timeline* timeline = shared->timed ? &launch->timeline_ : nullptr;
       shared->running = true;
       lock.unlock();
       try {
-        if (const uint32_t fault = launch->program_->run(timeline)) error = describe_fault(fault);
+        if (const uint32_t fault = launch->program_->run(&launch->run_)) error = describe_fault(fault);
       } catch (const std::exception& exception) {
         error = exception.what();
       }
@@ -205,16 +198,6 @@ void Stream::stop_all() {
   }
   for (const auto& shared : streams)
     if (!is_forked(shared)) stop_stream(shared);
-}
-
-bool Stream::timed() const {
-  const std::lock_guard lock(shared_->mutex);
-  return shared_->timed;
-}
-
-void Stream::set_timed(bool timed) {
-  const std::lock_guard lock(shared_->mutex);
-  shared_->timed = timed;
 }
 
 }  // namespace sparkgap

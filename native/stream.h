@@ -26,10 +26,10 @@ class Program {
  private:
   friend class Stream;
 
-  uint32_t run(Timeline* timeline) const;
+  uint32_t run(uint32_t* number) const;
 
   std::vector<std::shared_ptr<Graph>> parts_;
-  std::vector<std::span<const Call>> lists_;
+  std::vector<CallList> lists_;
   size_t scratch_bytes_ = 0;
   int threads_ = 1;
 };
@@ -44,10 +44,8 @@ class Launch {
   bool wait(double timeout_s) const;
   // Why it failed; empty when it did not, or is not done.
   std::string error() const;
-  // Nanoseconds of steady time, where the stream keeps a timeline, else empty: begin and end of each part, then begin
-  // and end of each call of all parts.
-  std::vector<int64_t> part_times() const;
-  std::vector<int64_t> call_times() const;
+  // Its run's number in the trace that was on when it ran; 0 without one, or before it is done.
+  uint32_t run() const;
 
  private:
   friend class Stream;
@@ -56,7 +54,7 @@ class Launch {
   std::shared_ptr<StreamState> shared_;
   bool done_ = false;  // this and the following under the shared mutex
   std::string error_;
-  Timeline timeline_;
+  uint32_t run_ = 0;
 };
 
 // Runs launches first in, first out. After one that fails, those behind it fail without running, until `reset`: they
@@ -75,9 +73,6 @@ class Stream {
   // Fails what waits, lets what runs end, and ends the thread. Launches after it are refused.
   void stop();
   static void stop_all();  // every stream of the process
-
-  bool timed() const;
-  void set_timed(bool timed);
 
  private:
   static void work(std::shared_ptr<StreamState> shared);

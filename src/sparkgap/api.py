@@ -3,9 +3,9 @@
 import difflib
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import hidden_states, next_token_probabilities
 from sparkgap.engine.stats import EngineStats
+from sparkgap.engine.tracing import Recording, record
 from sparkgap.errors import ConfigError, EngineError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 
@@ -175,6 +176,22 @@ class LLM:
         """Milliseconds of each phase of one sequence's round, run by itself: `engine.phases.time_phases`."""
         with self._lock:
             return time_phases(self._loaded, context_tokens, accepted_rows)
+
+    @contextmanager
+    def trace(self, *, torch_operations: bool = False) -> Iterator[Recording]:
+        """Record what the engine does for the requests that this thread gives it inside the block.
+
+        Other threads' requests wait until its end. `bench.trace` makes reports and trace files of a recording.
+
+        Args:
+            torch_operations: see `engine.tracing.record`.
+
+        Raises:
+            ConfigError: torch computes the passes, so that there is nothing to record.
+            EngineError: another recording is under way in this process.
+        """
+        with self._lock, record(self._loaded, torch_operations=torch_operations) as recording:
+            yield recording
 
     def hidden_states(self, token_ids: Seq[int]) -> Tensor:
         """What `logits` takes, of each token of a text, computed in one pass beside the engine.

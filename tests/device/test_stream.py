@@ -1,4 +1,4 @@
-"""Programs on a stream: order, failure, times, and ends at any moment."""
+"""Programs on a stream: order, failure, and ends at any moment."""
 
 import gc
 import math
@@ -84,24 +84,6 @@ def test_waits_of_any_length(timeout_s: float, enough: bool) -> None:
         assert total.item() == 500
 
 
-def test_times_are_kept_when_wanted() -> None:
-    kernels = NativeKernels(threads=2)
-    program, _ = counting(kernels)
-    stream = CpuStream()
-    plain = stream.launch(program)
-    assert plain.wait(WAIT_S)
-    assert plain.part_times() == plain.call_times() == []
-    stream.timed = True
-    launch = stream.launch(program)
-    assert launch.wait(WAIT_S)
-    parts, calls = launch.part_times(), launch.call_times()
-    assert len(parts) == 2 * len(program.names) == 4
-    assert len(calls) == 2 * 2
-    assert sorted(parts) == parts
-    assert sorted(calls) == calls
-    assert parts[0] <= calls[0] <= calls[1] <= parts[1] <= parts[2]
-
-
 def test_a_stopped_stream_takes_nothing_and_leaves_nobody_waiting() -> None:
     kernels = NativeKernels(threads=1)
     program, total = counting(kernels)
@@ -148,6 +130,7 @@ def test_the_interpreter_ends_in_the_middle(ending: str) -> None:
 import os, sys
 sys.path[:0] = {sys.path!r}
 import torch
+from sparkgap import _native
 from sparkgap.device.stream import CpuStream
 from sparkgap.ops.native_kernels import NativeKernels
 from tests.device.test_stream import counting

@@ -21,6 +21,7 @@ from sparkgap.cli.pull import pull
 from sparkgap.cli.quantize import quantize
 from sparkgap.cli.serve import serve
 from sparkgap.cli.serve_options import ENVIRONMENT_PREFIX
+from sparkgap.cli.trace import trace
 from sparkgap.cli.train import train
 from sparkgap.errors import OutputError, SparkgapError
 
@@ -54,7 +55,7 @@ def _root(
     pass
 
 
-_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, quantize, train)
+_COMMANDS: tuple[Callable[..., Any], ...] = (generate, chat, pull, cache, info, check, trace, quantize, train)
 for _command in _COMMANDS:
     app.command()(with_option_groups(_command))
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(with_option_groups(serve))

@@ -49,12 +49,12 @@ def generate(
     params = sampling.params(n=n, logprobs=logprobs)
     _check_options(system=system, raw=raw, logprobs=logprobs, as_json=as_json)
     llm = loading.load_llm(config)
-    request = _request(llm, text, system=system, raw=raw)
+    request = make_request(llm, text, system=system, raw=raw)
     if as_json:
-        output = _complete(llm, request, params)
+        output = complete(llm, request, params)
         print_json(generation_report(output, params, llm.graph_counts()))
     elif no_stream or n > 1:
-        _print_complete(_complete(llm, request, params))
+        _print_complete(complete(llm, request, params))
     else:
         _print_stream(_stream(llm, request, params))
 
@@ -66,7 +66,7 @@ def _check_options(*, system: str | None, raw: bool, logprobs: int | None, as_js
         raise ConfigError("--logprobs are part of the JSON report; add --json")
 
 
-def _request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | list[dict[str, str]]:
+def make_request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | list[dict[str, str]]:
     """The prompt as text to continue, or as the messages of a chat."""
     if raw or llm.tokenizer.chat_template is None:
         if system is not None:
@@ -76,7 +76,8 @@ def _request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | l
     return [*messages, {"role": "user", "content": text}]
 
 
-def _complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutput":
+def complete(llm: "LLM", request: Any, params: SamplingParams) -> "RequestOutput":
+    """The whole answer to what `make_request` gave."""
     outputs = llm.generate([request], params) if isinstance(request, str) else llm.chat(request, params)
     return outputs[0]
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -174,11 +174,15 @@ class EngineOptions:
         return None
 
 
+MaxTokens: TypeAlias = Annotated[int, _sampling("--max-tokens", help="Most tokens of an answer.")]
+"""For groups of options with another default."""
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How an answer's tokens are chosen and when it ends."""
 
-    max_tokens: Annotated[int, _sampling("--max-tokens", help="Most tokens of an answer.")] = DEFAULT_MAX_TOKENS
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
     min_tokens: Annotated[int, _sampling("--min-tokens", help="Fewest tokens before an answer may end.")] = 0
     temperature: Annotated[float, _sampling("--temperature", help="0 takes the most probable token (greedy).")] = 0.0
     top_p: Annotated[float, _sampling("--top-p", help="Sample from the tokens that make up this probability.")] = 1.0

@@ -43,6 +43,7 @@ class CpuGraph:
     Args:
         executor: of the kernels to record.
         arena: memory for results; None takes an arena of the graph's own.
+        name: what traces call it.
 
     Example:
         graph = CpuGraph(kernels.executor)
@@ -51,10 +52,11 @@ class CpuGraph:
         graph.replay()
     """
 
-    def __init__(self, executor: _native.Executor, arena: _native.Arena | None = None) -> None:
+    def __init__(self, executor: _native.Executor, arena: _native.Arena | None = None, name: str = "") -> None:
         self._executor = executor
+        self._name = name
         self._arena = _native.Arena() if arena is None else arena
-        self._graph = _native.Graph(executor.threads, self._arena)
+        self._graph = _native.Graph(executor.threads, self._arena, name)
         self._captured = False
 
     @contextmanager
@@ -78,7 +80,7 @@ class CpuGraph:
         finally:
             self._executor.end_capture()
             if failed:
-                self._graph = _native.Graph(self._executor.threads, self._arena)
+                self._graph = _native.Graph(self._executor.threads, self._arena, self._name)
 
     def replay(self) -> None:
         """Run the recorded calls in order; the GIL is released meanwhile.

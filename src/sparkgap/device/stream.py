@@ -36,15 +36,6 @@ class CpuStream:
     def __init__(self) -> None:
         self._native = _native.Stream()
 
-    @property
-    def timed(self) -> bool:
-        """Whether launches keep the times of their graphs and kernel calls."""
-        return self._native.timed
-
-    @timed.setter
-    def timed(self, timed: bool) -> None:
-        self._native.timed = timed
-
     def launch(self, program: CpuProgram) -> _native.Launch:
         """Take a program; returns at once.
 

@@ -90,7 +90,7 @@ class GraphFamily(Generic[Outputs]):
         binding = Binding.of(inputs)
         if binding in self._graphs:
             raise CaptureError(f"a {self.name} graph was captured over these tensors before: {binding}")
-        graph = CpuGraph(self._executor, self.arena)
+        graph = CpuGraph(self._executor, self.arena, self.name)
         with graph.capture():
             results = compute()
         outputs = cast(Outputs, _map_tensors(self.arena.alias, results))

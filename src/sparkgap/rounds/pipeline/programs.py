@@ -93,34 +93,34 @@ class SlotPrograms:
 
     def _capture(self, bucket: int) -> CpuProgram:
         model = self._passes.drafting
-        parts = [("begin", self._record(lambda: self._begin(bucket)))]
+        parts = [self._record("begin", lambda: self._begin(bucket))]
         proposal: Proposal | None = None
         if model is not None:
             graph, proposal = self._capture_draft(bucket, model)
             parts.append(("draft", graph))
             if self._lookup_lengths is not None:
-                parts.append(("look up", self._record(functools.partial(self._look_up, bucket, proposal))))
+                parts.append(self._record("look up", functools.partial(self._look_up, bucket, proposal)))
                 proposal = proposal._replace(token_ids=self._slot.drafts[:bucket])
-        parts.append(("lay out", self._record(lambda: self._lay_out(bucket, proposal))))
+        parts.append(self._record("lay out", lambda: self._lay_out(bucket, proposal)))
         graph, results = self._capture_target(bucket)
         parts.append(("target", graph))
-        parts.append(("settle", self._record(lambda: self._settle(bucket, results.logits, proposal))))
+        parts.append(self._record("settle", lambda: self._settle(bucket, results.logits, proposal)))
         if model is not None:
             assert results.captured is not None
             parts.append(("context", self._capture_context(bucket, results.captured, model)))
         if self._lookup_lengths is not None:
-            parts.append(("remember", self._record(lambda: self._remember(bucket))))
-        parts.append(("hand off", self._record(lambda: self._hand_off(bucket))))
+            parts.append(self._record("remember", lambda: self._remember(bucket)))
+        parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
         return CpuProgram(parts)
 
-    def _record(self, compute: Callable[[], None]) -> CpuGraph:
+    def _record(self, name: str, compute: Callable[[], None]) -> tuple[str, CpuGraph]:
         """A graph of what lies between the passes."""
-        graph = CpuGraph(self._kernels.executor, self._arena)
+        graph = CpuGraph(self._kernels.executor, self._arena, name)
         with graph.capture():
             compute()
         self._counters.captures_at_startup += 1
         self._between.append(graph)
-        return graph
+        return name, graph
 
     def _begin(self, bucket: int) -> None:
         slot, state = self._slot, self._state

@@ -1,0 +1,1 @@
+"""What a recording shows: rounds, the intervals in them, and a file for Perfetto."""
