@@ -9,7 +9,7 @@ from sparkgap.errors import PromptError
 class ChatTokenizer(Protocol):
     """What a conversation needs of a tokenizer."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /) -> list[int]:
         """Token ids of a chat, with the opening of the next answer."""
         ...
 
