@@ -381,6 +381,9 @@ class LLM:
                 return
             self._engine.abort(request_id)
             self._outputs.pop(request_id, None)
+            # The last round in flight would hold blocks for as long as nobody asks for anything.
+            while not self._outputs and self._engine.has_rounds_in_flight():
+                self._step()
 
 
 class _Advance:

@@ -16,7 +16,7 @@ BODY = {"prompt": "ab", "temperature": 0, "max_tokens": 30}
 LOAD = {"prompt": "x", "seed": 1, "max_tokens": 110, "ignore_eos": True, "n": 60, "stream": True}
 
 
-def load(url, results):
+def load(url, begun, results):
     """A client that reads a stream of many choices as far as it goes; its texts by choice, and whether it ended."""
     texts, is_done = {}, False
     try:
@@ -24,6 +24,7 @@ def load(url, results):
             for line in answer.iter_lines():
                 is_done = is_done or line == "data: [DONE]"
                 if line.startswith("data: {"):
+                    begun.set()
                     for choice in json.loads(line[6:])["choices"]:
                         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     except httpx.HTTPError:
@@ -31,10 +32,11 @@ def load(url, results):
     results.append((texts, is_done))
 
 
-def under_load(server):
-    """Clients whose streams have begun; functions that give their results."""
+def under_load(server, clients_begun=1):
+    """Two clients, at least so many of whose streams have begun; a function that gives their results."""
     results = []
-    threads = [threading.Thread(target=load, args=(server.url, results)) for _ in range(2)]
+    begun = [threading.Event() for _ in range(2)]
+    threads = [threading.Thread(target=load, args=(server.url, event, results)) for event in begun]
     for thread in threads:
         thread.start()
     metric = "sparkgap:generation_tokens_total "
@@ -43,7 +45,7 @@ def under_load(server):
         text = httpx.get(server.url + "/metrics").text
         return any(line.startswith(metric) and float(line.split()[1]) > 50 for line in text.splitlines())
 
-    wait_until(has_begun)
+    wait_until(lambda: sum(event.is_set() for event in begun) >= clients_begun and has_begun())
 
     def finish():
         for thread in threads:
@@ -91,7 +93,7 @@ def test_a_killed_server_starts_again_on_its_port_and_a_signal_lets_it_finish(st
     assert server.wait() == -signal.SIGKILL
     assert not any(is_done for _, is_done in finish())
     server = start(port)
-    finish = under_load(server)
+    finish = under_load(server, clients_begun=2)
     server.send(signal.SIGTERM)
     wait_until(lambda: server.find("draining"))
     check_error(httpx.post(server.url + "/v1/completions", json=BODY), 503, type="server_error")
