@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -44,6 +45,17 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
+def slow_down(llm):
+    """Let a tiny model's requests last as long as a test needs to look at them."""
+    step = llm._engine.step
+
+    def slow_step():
+        time.sleep(0.005)
+        return step()
+
+    llm._engine.step = slow_step
+
+
 def is_idle(llm):
     return llm.num_unfinished_seqs == llm.stats.num_requests == llm.stats.num_used_blocks == 0
 
@@ -69,6 +81,8 @@ def test_tokens_are_those_of_llm(llm, judge):
 
 
 def test_two_event_loops_at_once(llm, judge):
+    slow_down(llm)
+
     expected = judge.generate([3, 4], LONG)[0].outputs[0].token_ids
     results = [None, None]
 
@@ -101,6 +115,8 @@ def test_chat_and_long_texts(llm, judge):
 
 
 def test_a_reader_that_leaves_ends_its_request(llm):
+    slow_down(llm)
+
     async def main():
         outputs = llm.generate([1], LONG)
         await anext(outputs)
@@ -125,6 +141,8 @@ def test_a_reader_that_leaves_ends_its_request(llm):
 
 
 def test_abort_gives_a_last_output(llm):
+    slow_down(llm)
+
     async def main():
         outputs = llm.generate([1], LONG, request_id="mine")
         await anext(outputs)
@@ -139,6 +157,8 @@ def test_abort_gives_a_last_output(llm):
 
 
 def test_request_ids_are_unique_while_they_run(llm):
+    slow_down(llm)
+
     async def main():
         first = llm.generate([1], LONG, request_id="one")
         await anext(first)
@@ -165,6 +185,8 @@ def test_several_requests_in_one_stream(llm, judge):
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(llm):
+    slow_down(llm)
+
     async def main():
         task = asyncio.create_task(tokens_of(llm.generate([1], LONG)))
         await until(lambda: llm.num_unfinished_seqs == 1)
@@ -200,6 +222,8 @@ def test_a_request_that_fails_in_computing_fails_alone(path, judge, monkeypatch)
 
 
 def test_an_engine_that_dies_fails_all_requests_and_takes_no_more(llm, monkeypatch):
+    slow_down(llm)
+
     async def main():
         tasks = [asyncio.create_task(tokens_of(llm.generate([i], LONG))) for i in range(6)]
         await until(lambda: llm.stats.num_generated_tokens > 20)
@@ -252,6 +276,7 @@ def test_an_engine_that_steps_without_effect_is_stalled_too(llm, monkeypatch):
 def test_close_ends_what_runs(path):
     async def main():
         async with AsyncLLM(path, dtype="float32", threads=1, device="cpu") as llm:
+            slow_down(llm)
             outputs = llm.generate([1], LONG)
             await anext(outputs)
             other = asyncio.create_task(tokens_of(llm.generate([2], LONG)))
@@ -305,6 +330,7 @@ def test_a_request_that_the_engine_does_not_take(path):
     async def main():
         settings = {"dtype": "float32", "threads": 1, "device": "cpu", "max_num_seqs": 1, "max_queued_requests": 0}
         async with AsyncLLM(path, **settings) as llm:
+            slow_down(llm)
             first = asyncio.create_task(tokens_of(llm.generate([1], LONG)))
             await until(lambda: llm.stats.num_running_sequences == 1)
             with pytest.raises(QueueFullError):
