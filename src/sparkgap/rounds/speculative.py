@@ -31,7 +31,7 @@ from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
 from sparkgap.rounds.logits import probabilities
-from sparkgap.rounds.lookup import PromptLookup
+from sparkgap.rounds.lookup import SWITCHED_OFF, PromptLookup
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.random import Purpose
 from sparkgap.rounds.sampling import Sampler, draw
@@ -42,9 +42,6 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
 """Reason for a plain round: the drafter cannot see so many positions."""
-
-SWITCHED_OFF = "switched off for the request"
-"""Reason for a plain round: the request's parameters say so."""
 
 
 @dataclass(frozen=True)
