@@ -105,7 +105,7 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>>(), "parts"_a)
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t>(), "parts"_a, "first_pass"_a = 0)
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
 
