@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace nb = nanobind;
+#include "gil.h"
 
 namespace sparkgap {
 
@@ -152,7 +152,7 @@ uint32_t Program::run(uint32_t* number, const WhenUnderWay* when_under_way) cons
 void Program::replay() {
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     fault = run(nullptr, nullptr);
   }
   if (fault) throw std::out_of_range(describe_fault(fault));
@@ -161,7 +161,7 @@ void Program::replay() {
 bool Launch::done() const { return done_; }
 
 bool Launch::wait(double timeout_s) const {
-  const nb::gil_scoped_release released;
+  const GilRelease released;
   return shared_->wait(timeout_s, [this] { return done_.load(); });
 }
 
@@ -229,7 +229,7 @@ void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
 
 bool Stream::reset(double timeout_s) {
   std::vector<std::shared_ptr<Launch>> ended;  // destroyed last, under the GIL again
-  const nb::gil_scoped_release released;
+  const GilRelease released;
   StreamState& shared = *shared_;
   const auto has_ended = [&] { return shared.num_ended == shared.num_launched; };
   if (!shared.wait(timeout_s, [&] { return shared.stopping || has_ended(); })) return false;
@@ -241,7 +241,7 @@ bool Stream::reset(double timeout_s) {
 
 void Stream::stop() {
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     stop_stream(*shared_);
   }
   std::vector<std::shared_ptr<Launch>> ended;
