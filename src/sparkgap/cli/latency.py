@@ -17,7 +17,7 @@ from sparkgap.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
-    from sparkgap.bench.latency import Column
+    from sparkgap.bench.latency import Column, EngineColumn
 
 _DEFAULT_LIMIT = 3
 """Built-in prompts, one of each category."""
@@ -134,6 +134,7 @@ def latency(
         report.facts["phase_context_tokens"] = context_tokens
         try:
             report.phases.update(measure_phases(own, report.summaries, context_tokens, _PHASE_REPEATS))
+            report.notes.extend(_phase_notes(own))
         except ConfigError as error:
             report.notes.append(f"the phases of a round were not measured: {error}")
     if not speculative:
@@ -146,6 +147,16 @@ def latency(
     else:
         print_report(report, as_markdown)
     return 1 if report.identical is False else 0
+
+
+def _phase_notes(columns: "Sequence[EngineColumn]") -> list[str]:
+    chained = [column.name for column in columns if column.info["task_pipeline"]["active"]]
+    if not chained:
+        return []
+    return [
+        f"whole rounds of {', '.join(chained)} are chained on the device, and last from the results of one to those of "
+        "the next; in every column the host gives passes to the device one by one"
+    ]
 
 
 def _check(max_tokens: int, repeats: int, warmups: int, prompt_tokens: int | None, prompts: PromptOptions) -> None:
