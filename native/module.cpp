@@ -178,4 +178,8 @@ NB_MODULE(_native, m) {
   // The last registered is called first: streams use the pool.
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
   nb::module_::import_("atexit").attr("register")(m.attr("stop_streams"));
+  // A daemon thread that is left in native code keeps what it uses, see `GilRelease`.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
+  }));
 }

@@ -355,11 +355,12 @@ import asyncio, sys
 sys.path[:0] = {sys.path!r}
 from sparkgap import AsyncLLM, SamplingParams
 llm = AsyncLLM({path!r}, threads=1, device="cpu")
-async def first():
-    async for output in llm.generate("hello", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)):
-        return output
-for _ in range(3):
-    assert asyncio.run(first()).outputs[0].token_ids
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+async def begin():
+    streams = [llm.start(await llm.prepare(prompt, params)) for prompt in ("hello", "zq", "abc")]
+    assert (await anext(streams[0])).outputs[0].token_ids
+    return streams
+streams = asyncio.run(begin())
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
