@@ -362,5 +362,5 @@ async def begin():
     return streams
 streams = asyncio.run(begin())
 """
-    result = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
