@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
-from sparkgap.train.batches import DraftVocabulary, anchor_range
-from sparkgap.train.features import Example, Examples
+from sparkgap.train.batches import anchor_range
+from sparkgap.train.features import Example
+from sparkgap.train.mtp_network import MtpBatch, MtpNetwork
 from sparkgap.train.network import AnchorBatch, DraftNetwork
 
 _REPLAYED_ANCHORS = 64
@@ -57,13 +58,32 @@ def draft_greedily(network: DraftNetwork, batch: AnchorBatch, ids: Tensor) -> Te
     return torch.stack(drafted, dim=1)
 
 
-def accepted_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids: Tensor, tokens: int) -> Tensor:
+def block_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids: Tensor, tokens: int) -> Tensor:
     """Accepted draft tokens of a round at every possible anchor of an answer: int64 `[anchors]`."""
     places = anchor_range(example)
     anchors = torch.arange(places.start, places.stop, device=taps.device)
     token_ids = example.token_ids.to(taps.device)
     batch = AnchorBatch(taps, [taps.shape[0]], [anchors], token_ids[anchors], tokens + network.shape.lead_rows)
     return _agreement(draft_greedily(network, batch, ids), token_ids, anchors)
+
+
+def mtp_lengths(network: MtpNetwork, token_ids: Tensor, start: int, taps: Tensor, tokens: int) -> Tensor:
+    """Accepted draft tokens of a round of a multi-token prediction module at every place of an answer.
+
+    Args:
+        network: the module.
+        token_ids: int64 `[length]`, the conversation.
+        start: first answer position.
+        taps: `[>= length - 2, hidden]`, captured hidden states.
+        tokens: draft tokens a round.
+
+    Returns:
+        int64 `[length - 1 - start]`.
+    """
+    last = token_ids.shape[0] - 1
+    anchors = torch.arange(start, last, device=taps.device)
+    batch = MtpBatch(taps[: last - 1], token_ids[1:last], [last - 1], [anchors], token_ids[anchors, None])
+    return _agreement(network.draft(batch, tokens), token_ids, anchors)
 
 
 def _agreement(drafted: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
@@ -95,18 +115,6 @@ def acceptance(replays: Sequence[Sequence[int]], tokens: int) -> Acceptance:
     positions = sum(len(answer) for answer in replays)
     first = sum(length > 0 for answer in replays for length in answer)
     return Acceptance(len(lengths), sum(lengths), by_position, first / max(positions, 1))
-
-
-@torch.inference_mode()
-def replay(
-    network: DraftNetwork, chosen: Sequence[Example], examples: Examples, vocabulary: DraftVocabulary, tokens: int
-) -> Acceptance:
-    """Replay greedy rounds over answers that the target gave greedily."""
-    device = network.head.device
-    ids = vocabulary.ids.to(device)
-    return acceptance(
-        [accepted_lengths(network, e, examples.taps(e).to(device), ids, tokens).tolist() for e in chosen], tokens
-    )
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def greedy_answers(
     )
     turns = file_turns(tokenizer, sampling)
     sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
-    layer_ids = config.features.layer_ids(target.config.num_layers)
+    layer_ids = config.drafter_layer_ids(target.config.num_layers)
     with progress.task("answers to evaluation prompts", len(turns), "answers") as bar, torch.inference_mode():
         sampler = ConversationSampler(target, template, sampling, layer_ids, 1, plain_encoding(tokenizer))
         conversations = sampler.shard("evaluation", iter(turns), lambda _: bar.advance())
