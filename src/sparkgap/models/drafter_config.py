@@ -39,8 +39,8 @@ class DrafterConfig:
         """
         transformer = {key: value for key, value in settings.transformer.items() if key not in _SETTLED_ELSEWHERE}
         backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
-        if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
-            raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
+        if settings.method != "dspark" and (settings.markov_rank or settings.confidence_head):
+            raise CheckpointError(f"drafter {name}: a {settings.method} drafter has no Markov or confidence head")
         if settings.mask_token_id >= backbone.vocab_size:
             raise CheckpointError(
                 f"drafter {name}: mask_token_id {settings.mask_token_id} is outside its vocabulary of "
