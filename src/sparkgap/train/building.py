@@ -79,7 +79,8 @@ def build_mtp_network(
 ) -> MtpNetwork:
     """An untrained multi-token prediction module for `target`, on its device; the same for the same seed.
 
-    It starts from the captured state as it is: the layer adds nothing yet.
+    It starts from the captured state, in the basis that the head reads, and a random projection of the embedding; the
+    layer adds nothing yet.
 
     Args:
         config: the drafter's sizes.
@@ -94,6 +95,7 @@ def build_mtp_network(
     network = MtpNetwork(shape, target.embedding, head, vocabulary.ids.to(device), scale.to(device), target.dtype)
     with torch.no_grad():
         network.norm.weight.copy_(target.final_norm)
+        network.eh_proj.weight[:, shape.hidden_size :] = torch.eye(shape.hidden_size)
     return network.to(device)
 
 

@@ -13,6 +13,9 @@ from sparkgap.train.features import Example
 from sparkgap.train.mtp_network import MtpBatch, MtpNetwork
 from sparkgap.train.network import AnchorBatch, DraftNetwork
 
+Answer = tuple[Tensor, int, Tensor]
+"""Token ids int64 `[length]` of a conversation, its first answer position, captured states `[>= length - 1, width]`."""
+
 _REPLAYED_ANCHORS = 64
 """Anchors of one conversation that are drafted in one pass."""
 
@@ -131,13 +134,28 @@ class ServedAnswer:
 
 
 @torch.inference_mode()
-def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]], tokens: int) -> list[ServedAnswer]:
+def mtp_replay(network: MtpNetwork, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
+    """Draft at every place of answers with a network in training.
+
+    Args:
+        network: the module.
+        chosen: the answers.
+        tokens: draft tokens a round.
+    """
+    device = network.head.device
+    return [
+        ServedAnswer(mtp_lengths(network, ids.to(device), start, taps.to(device), tokens).tolist(), None)
+        for ids, start, taps in chosen
+    ]
+
+
+@torch.inference_mode()
+def serving_replay(drafter: Drafter, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
     """Draft at every place of answers with the drafter that serves: its context update, draft pass and heads.
 
     Args:
         drafter: the served draft model.
-        chosen: of each conversation, token ids int64 `[length]`, first answer position and captured hidden states
-            `[>= length - 1, m * hidden]`.
+        chosen: the answers.
         tokens: draft tokens a round.
     """
     backbone, device = drafter.config.backbone, drafter.device

@@ -1,13 +1,13 @@
 """Stage 3: acceptance measured with the serving drafter on the written checkpoint."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparkgap.catalog.drafters import read_drafter
 from sparkgap.catalog.json_files import read_json
@@ -18,9 +18,11 @@ from sparkgap.models.drafter import Drafter
 from sparkgap.train.calibration import calibrate
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import file_turns, plain_encoding
-from sparkgap.train.evaluate import ServedAnswer, acceptance, serving_replay
+from sparkgap.train.evaluate import Answer, ServedAnswer, acceptance, mtp_replay, serving_replay
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.generation import ConversationSampler
+from sparkgap.train.mtp_network import MtpNetwork
+from sparkgap.train.network import DraftNetwork
 from sparkgap.train.progress import Progress
 from sparkgap.train.template import TurnTemplate
 
@@ -28,6 +30,7 @@ from sparkgap.train.template import TurnTemplate
 def evaluate(
     config: TrainConfig,
     target: Decoder,
+    network: DraftNetwork | MtpNetwork,
     tokenizer: Tokenizer,
     template: TurnTemplate,
     examples: Examples,
@@ -38,11 +41,9 @@ def evaluate(
 
     The confidences' calibration is found here too: `confidence_calibration` in the result, None without.
     """
-    source = SafetensorsSource(config.out)
-    checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
-    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
     tokens = config.network.num_speculative_tokens
-    own = serving_replay(drafter, [(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out], tokens)
+    replay = _replay(config, target, network)
+    own = replay([(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out])
     report: dict[str, Any] = {"held_out": _report(own, tokens, "held-out conversations", progress)}
     calibration = calibrate(own, tokens)
     report["confidence_calibration"] = None if calibration is None else asdict(calibration)
@@ -55,7 +56,7 @@ def evaluate(
     if config.evaluation_prompts is not None:
         answers = greedy_answers(config, target, tokenizer, template, progress)
         categories = prompt_categories(config.evaluation_prompts, tokenizer)
-        replays = serving_replay(drafter, answers, tokens)
+        replays = replay(answers)
         turns = [tuple(ids[len(template.opening) : start - len(template.middle)].tolist()) for ids, start, _ in answers]
         measured = _report(replays, tokens, f"{len(answers)} evaluation prompts", progress)
         named = dict.fromkeys(category for turn in turns if (category := categories.get(turn)) is not None)
@@ -70,6 +71,19 @@ def evaluate(
         }
         report["evaluation_prompts"] = measured
     return report
+
+
+def _replay(
+    config: TrainConfig, target: Decoder, network: DraftNetwork | MtpNetwork
+) -> Callable[[Sequence[Answer]], list[ServedAnswer]]:
+    """What drafts at every place of answers: the written checkpoint in the drafter that serves."""
+    tokens = config.network.num_speculative_tokens
+    source = SafetensorsSource(config.out)
+    checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
+    if isinstance(network, MtpNetwork):
+        return partial(mtp_replay, network, tokens=tokens)
+    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
+    return partial(serving_replay, drafter, tokens=tokens)
 
 
 def prompt_categories(path: Path, tokenizer: Tokenizer) -> dict[tuple[int, ...], str]:
@@ -87,7 +101,7 @@ def prompt_categories(path: Path, tokenizer: Tokenizer) -> dict[tuple[int, ...],
 
 def greedy_answers(
     config: TrainConfig, target: Decoder, tokenizer: Tokenizer, template: TurnTemplate, progress: Progress
-) -> list[tuple[Tensor, int, Tensor]]:
+) -> list[Answer]:
     """The target's greedy answers to `evaluation_prompts`: token ids, answer start and captured states of each."""
     assert config.evaluation_prompts is not None
     sampling = replace(

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     device = _device(config.device)
     workers = config.workers or (torch.get_num_threads() if device.type == "cpu" else 1)
     started = time.monotonic()
-    checkpoint, target = _open_target(config, device, workers, progress)
+    checkpoint, target = _open_target(config, device, progress)
     identity = identify_target(checkpoint.config, checkpoint.weights)
     template = turn_template(checkpoint)
     layer_ids = config.drafter_layer_ids(target.config.num_layers)
@@ -82,35 +83,14 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
-    head = head_rows(checkpoint, target, vocabulary.ids)
-    scale_file = work / "tap-scale.safetensors"
-    network: DraftNetwork | MtpNetwork
-    recipe: Recipe
-    if config.network.method == "mtp":
-        eps = target.config.rms_norm_eps
-        scale = _kept_scale(scale_file, examples, learned, lambda taps: normed_tap_scale(taps, eps))
-        network = build_mtp_network(config, target, head, vocabulary, scale)
-        recipe = MtpRecipe(examples, vocabulary, config.loss)
-    else:
-        scale = _kept_scale(scale_file, examples, learned, tap_scale)
-        mask = mask_token(checkpoint, template, vocabulary)
-        network = build_network(config, target, head, vocabulary, scale, markov_rows, mask)
-        recipe = BlockRecipe(examples, vocabulary, config.loss, network.shape.lead_rows)
+    network, recipe = _network(config, checkpoint, target, template, examples, learned, vocabulary, markov_rows)
     progress.log(
         f"drafter of {sum(p.numel() for p in network.parameters()) / 1e6:.1f} M trained parameters, "
         f"{vocabulary.ids.shape[0]} draft tokens cover {vocabulary.coverage:.2%} of the answers"
     )
+    tokens = config.network.num_speculative_tokens
     trainer = Trainer(
-        network,
-        recipe,
-        learned,
-        held_out,
-        config.network.num_speculative_tokens,
-        config.optimization,
-        config.seed,
-        workers,
-        work,
-        progress,
+        network, recipe, learned, held_out, tokens, config.optimization, config.seed, workers, work, progress
     )
     if trainer.load():
         progress.log(f"continuing after step {trainer.step}")
@@ -118,14 +98,8 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         start(network, examples, learned, config.seed)
     trainer.run()
     trained = time.monotonic()
-    settings = drafter_settings(
-        network,
-        config.network.method,
-        target.config,
-        layer_ids,
-        config.network.num_speculative_tokens,
-        identity,
-    )
+    method = config.network.method
+    settings = drafter_settings(network, method, target.config, layer_ids, tokens, identity)
     architectures = [target.config.architecture]
     trained_network = trainer.inference_network()
     size = export(config.out, trained_network, vocabulary, settings, checkpoint.name, architectures)
@@ -147,7 +121,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         },
         "curve": trainer.history,
     }
-    report |= evaluate(config, target, checkpoint.tokenizer, template, examples, held_out, progress)
+    report |= evaluate(config, target, trained_network, checkpoint.tokenizer, template, examples, held_out, progress)
     if (calibration := report["confidence_calibration"]) is not None:
         scaling = tuple(zip(calibration["temperatures"], calibration["offsets"], strict=True))
         write_speculators_config(
@@ -159,6 +133,30 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     _write_json(config.out / "report.json", report)
     progress.log(f"drafter and report.json are in {config.out}")
     return report
+
+
+def _network(
+    config: TrainConfig,
+    checkpoint: Checkpoint,
+    target: Decoder,
+    template: TurnTemplate,
+    examples: Examples,
+    learned: list[Example],
+    vocabulary: DraftVocabulary,
+    markov_rows: Tensor,
+) -> tuple[DraftNetwork | MtpNetwork, Recipe]:
+    """The untrained network, and how it learns."""
+    head = head_rows(checkpoint, target, vocabulary.ids)
+    scale_file = config.out / "work" / "tap-scale.safetensors"
+    if config.network.method == "mtp":
+        scale_of = partial(normed_tap_scale, eps=target.config.rms_norm_eps)
+        scale = _kept_scale(scale_file, examples, learned, scale_of)
+        module = build_mtp_network(config, target, head, vocabulary, scale)
+        return module, MtpRecipe(examples, vocabulary, config.loss)
+    scale = _kept_scale(scale_file, examples, learned, tap_scale)
+    mask = mask_token(checkpoint, template, vocabulary)
+    network = build_network(config, target, head, vocabulary, scale, markov_rows, mask)
+    return network, BlockRecipe(examples, vocabulary, config.loss, network.shape.lead_rows)
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
@@ -212,9 +210,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _open_target(
-    config: TrainConfig, device: torch.device, workers: int, progress: Progress
-) -> tuple[Checkpoint, Decoder]:
+def _open_target(config: TrainConfig, device: torch.device, progress: Progress) -> tuple[Checkpoint, Decoder]:
     """The target as it is served: W8A8 on a CPU, else bfloat16 with kernels for many conversations at a time."""
     checkpoint = open_checkpoint(config.target)
     target = load_target(
@@ -226,7 +222,6 @@ def _open_target(
         max_model_len=config.conversation.max_positions,
     )
     progress.log(f"target {checkpoint.name}: {target.config.num_layers} layers of {target.config.hidden_size}")
-    check_memory(target.config, config.conversation, workers, device)
     return checkpoint, target
 
 
@@ -256,6 +251,7 @@ def _conversations(
         paths = shared_shards(shared, work / "shared.json")
         progress.log(f"{len(paths)} files of conversations from {shared.run}")
         return Examples(paths, layer_columns(shared.layer_ids, wanted, model.hidden_size))
+    check_memory(model, config.conversation, workers, target.device)
     _write_json(work / TARGET_FILE, identity.to_json())
     sampling, top_k = config.conversation, config.features.top_k
     paths = collect(
@@ -288,9 +284,9 @@ def _vocabulary(
     counts = token_counts(learned, target.config.vocab_size)
     if not path.exists():
         ids = draft_vocabulary(counts, config.network.draft_vocab_size).ids
-        partial = path.with_suffix(".partial")
-        save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, partial)
-        os.replace(partial, path)
+        unfinished = path.with_suffix(".partial")
+        save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, unfinished)
+        os.replace(unfinished, path)
     saved = load_file(path)
     rows = torch.zeros(target.config.vocab_size, dtype=torch.int64)
     rows[saved["markov_tokens"]] = torch.arange(1, saved["markov_tokens"].shape[0] + 1)
@@ -304,8 +300,8 @@ def _vocabulary(
 def _kept_scale(path: Path, examples: Examples, learned: list[Example], scale: Callable[[Tensor], Tensor]) -> Tensor:
     """`scale` of the captured states of a sample of what is learned, chosen once a run."""
     if not path.exists():
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         taps = torch.cat([examples.taps(e) for e in learned[:_SCALED_CONVERSATIONS]])
-        save_file({"tap_scale": scale(taps)}, partial)
-        os.replace(partial, path)
+        save_file({"tap_scale": scale(taps)}, unfinished)
+        os.replace(unfinished, path)
     return load_file(path)["tap_scale"]
