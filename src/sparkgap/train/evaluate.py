@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.mtp import MTPDrafter
 from sparkgap.train.batches import anchor_range
 from sparkgap.train.features import Example
 from sparkgap.train.mtp_network import MtpBatch, MtpNetwork
@@ -134,23 +135,7 @@ class ServedAnswer:
 
 
 @torch.inference_mode()
-def mtp_replay(network: MtpNetwork, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
-    """Draft at every place of answers with a network in training.
-
-    Args:
-        network: the module.
-        chosen: the answers.
-        tokens: draft tokens a round.
-    """
-    device = network.head.device
-    return [
-        ServedAnswer(mtp_lengths(network, ids.to(device), start, taps.to(device), tokens).tolist(), None)
-        for ids, start, taps in chosen
-    ]
-
-
-@torch.inference_mode()
-def serving_replay(drafter: Drafter, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
+def serving_replay(drafter: Drafter | MTPDrafter, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
     """Draft at every place of answers with the drafter that serves: its context update, draft pass and heads.
 
     Args:
@@ -158,22 +143,31 @@ def serving_replay(drafter: Drafter, chosen: Sequence[Answer], tokens: int) -> l
         chosen: the answers.
         tokens: draft tokens a round.
     """
-    backbone, device = drafter.config.backbone, drafter.device
+    device = drafter.device
+    # An MTP draft writes its rows behind its context, so that each needs a context of its own.
+    own_context = isinstance(drafter, MTPDrafter)
     answers = []
     for token_ids, start, taps in chosen:
-        count = token_ids.shape[0] - 1
-        caches = allocate_caches(
-            backbone.num_layers, backbone.num_kv_heads, backbone.head_dim, 1, count, drafter.dtype, device
-        )
+        count, ids = token_ids.shape[0] - 1, token_ids.to(device)
         places = torch.arange(count, device=device)
-        drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches)
-        ids = token_ids.to(device)
+        groups = torch.split(places[start:], _REPLAYED_ANCHORS)
+        size = count + tokens
+        blocks = 1 + (max(map(len, groups)) if own_context else 0)
+        caches = [
+            cache
+            for layers, heads, head_dim in drafter.cache_shapes
+            for cache in allocate_caches(layers, heads, head_dim, blocks, size, drafter.dtype, device)
+        ]
+        drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches, ids[1:])
         lengths, confidences = [], []
-        for anchors in torch.split(places[start:], _REPLAYED_ANCHORS):
+        for anchors in groups:
             tables = torch.zeros(anchors.shape[0], 1, dtype=torch.int32, device=device)
-            proposal = drafter.propose(
-                ids[anchors], drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
-            )
+            if own_context:
+                tables[:, 0] = torch.arange(1, anchors.shape[0] + 1)
+                for held in (part for cache in caches for part in (cache.keys, cache.values)):
+                    held[1:] = held[:1]
+            draft = drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
+            proposal = drafter.propose(ids[anchors], draft)
             lengths += _agreement(proposal.token_ids, ids, anchors).tolist()
             if proposal.confidences is not None:
                 confidences.append(proposal.confidences.to("cpu", torch.float32))

@@ -1,9 +1,8 @@
 """Stage 3: acceptance measured with the serving drafter on the written checkpoint."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.mtp import MTPDrafter
 from sparkgap.train.calibration import calibrate
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import file_turns, plain_encoding
-from sparkgap.train.evaluate import Answer, ServedAnswer, acceptance, mtp_replay, serving_replay
+from sparkgap.train.evaluate import Answer, ServedAnswer, acceptance, serving_replay
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.generation import ConversationSampler
-from sparkgap.train.mtp_network import MtpNetwork
-from sparkgap.train.network import DraftNetwork
 from sparkgap.train.progress import Progress
 from sparkgap.train.template import TurnTemplate
 
@@ -30,7 +28,6 @@ from sparkgap.train.template import TurnTemplate
 def evaluate(
     config: TrainConfig,
     target: Decoder,
-    network: DraftNetwork | MtpNetwork,
     tokenizer: Tokenizer,
     template: TurnTemplate,
     examples: Examples,
@@ -42,8 +39,11 @@ def evaluate(
     The confidences' calibration is found here too: `confidence_calibration` in the result, None without.
     """
     tokens = config.network.num_speculative_tokens
-    replay = _replay(config, target, network)
-    own = replay([(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out])
+    source = SafetensorsSource(config.out)
+    checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
+    kind = MTPDrafter if checkpoint.settings.method == "mtp" else Drafter
+    drafter = kind.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
+    own = serving_replay(drafter, [(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out], tokens)
     report: dict[str, Any] = {"held_out": _report(own, tokens, "held-out conversations", progress)}
     calibration = calibrate(own, tokens)
     report["confidence_calibration"] = None if calibration is None else asdict(calibration)
@@ -56,7 +56,7 @@ def evaluate(
     if config.evaluation_prompts is not None:
         answers = greedy_answers(config, target, tokenizer, template, progress)
         categories = prompt_categories(config.evaluation_prompts, tokenizer)
-        replays = replay(answers)
+        replays = serving_replay(drafter, answers, tokens)
         turns = [tuple(ids[len(template.opening) : start - len(template.middle)].tolist()) for ids, start, _ in answers]
         measured = _report(replays, tokens, f"{len(answers)} evaluation prompts", progress)
         named = dict.fromkeys(category for turn in turns if (category := categories.get(turn)) is not None)
@@ -71,19 +71,6 @@ def evaluate(
         }
         report["evaluation_prompts"] = measured
     return report
-
-
-def _replay(
-    config: TrainConfig, target: Decoder, network: DraftNetwork | MtpNetwork
-) -> Callable[[Sequence[Answer]], list[ServedAnswer]]:
-    """What drafts at every place of answers: the written checkpoint in the drafter that serves."""
-    tokens = config.network.num_speculative_tokens
-    source = SafetensorsSource(config.out)
-    checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
-    if isinstance(network, MtpNetwork):
-        return partial(mtp_replay, network, tokens=tokens)
-    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
-    return partial(serving_replay, drafter, tokens=tokens)
 
 
 def prompt_categories(path: Path, tokenizer: Tokenizer) -> dict[tuple[int, ...], str]:

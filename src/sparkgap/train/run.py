@@ -121,7 +121,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         },
         "curve": trainer.history,
     }
-    report |= evaluate(config, target, trained_network, checkpoint.tokenizer, template, examples, held_out, progress)
+    report |= evaluate(config, target, checkpoint.tokenizer, template, examples, held_out, progress)
     if (calibration := report["confidence_calibration"]) is not None:
         scaling = tuple(zip(calibration["temperatures"], calibration["offsets"], strict=True))
         write_speculators_config(
