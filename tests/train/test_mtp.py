@@ -6,13 +6,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparkgap.catalog.drafters import open_drafter, target_ids
+from sparkgap.catalog.drafters import open_drafter, read_drafter, target_ids
+from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.errors import ConfigError
+from sparkgap.models.cache import allocate_caches
+from sparkgap.models.loading import load_target
+from sparkgap.models.mtp import MTPDrafter
+from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train import loop
-from sparkgap.train.config import NetworkConfig, TrainConfig
+from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.building import build_mtp_network
+from sparkgap.train.config import ConversationConfig, FeatureConfig, NetworkConfig, OptimizationConfig, TrainConfig
+from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.mtp_network import MtpBatch, MtpNetwork
 from sparkgap.train.network import NetworkShape
 from sparkgap.train.run import train
+from tests.tiny_model import write_tiny_model
 
 MTP = {"method": "mtp", "num_layers": 1, "num_speculative_tokens": 3, "draft_vocab_size": 264}
 
@@ -180,3 +190,112 @@ def test_the_last_layer_can_be_read(settings, quiet):
 def test_bad_settings_are_refused(make, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         make(tmp_path / "out")
+
+
+@pytest.fixture
+def target(tiny_target):
+    config = read_json(tiny_target / "config.json")
+    weights = SafetensorsSource(tiny_target)
+    return load_target(config, weights, kernels=TorchKernels(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@torch.no_grad()
+def test_the_written_module_serves_the_trained_function(target, tmp_path):
+    """Hidden states of all passes, of several anchors of two sequences, through the serving drafter's own caches."""
+    generator = torch.Generator().manual_seed(3)
+    vocab, hidden = target.config.vocab_size, target.config.hidden_size
+    ids = torch.randperm(vocab, generator=generator)[:90].sort().values
+    draft_ids = torch.full((vocab,), -1)
+    draft_ids[ids] = torch.arange(90)
+    vocabulary = DraftVocabulary(ids, draft_ids, 1.0)
+    config = TrainConfig("tiny", tmp_path / "unused", network=NetworkConfig.for_method("mtp"))
+    # Powers of two, so that folding them into `hnorm` rounds nothing.
+    scale = 2.0 ** torch.randint(-3, 4, (hidden,), generator=generator)
+    module = build_mtp_network(config, target, target.embedding[ids].bfloat16().float(), vocabulary, scale)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        value = noise * parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 1 + 0.2 * noise
+        parameter.copy_(value.bfloat16())
+    settings = drafter_settings(module, "mtp", target.config, (0,), 3)
+    export(tmp_path / "drafter", module, vocabulary, settings, "tiny", ["LlamaForCausalLM"])
+    source = SafetensorsSource(tmp_path / "drafter")
+    checkpoint = read_drafter(read_json(tmp_path / "drafter" / "config.json"), source, "drafter")
+    drafter = MTPDrafter.from_checkpoint(checkpoint, target, target.kernels, torch.float32)
+    taps = torch.randn(12, hidden, generator=generator)
+    tokens = torch.randint(0, vocab, (13,), generator=generator)
+    for anchor in (1, 5, 12):
+        caches = [
+            cache
+            for layers, heads, head_dim in drafter.cache_shapes
+            for cache in allocate_caches(layers, heads, head_dim, 4, 4, torch.float32, target.device)
+        ]
+        places = torch.arange(anchor)
+        drafter.context_update(taps[:anchor], places, places, caches, tokens[1 : anchor + 1])
+        table = torch.arange(4, dtype=torch.int32)[None]
+        anchors = tokens[anchor : anchor + 1]
+        seen = []
+
+        def keep(step, logits, seen=seen):
+            seen.append(logits)
+            return logits.argmax(-1)
+
+        draft = drafter.draft(anchors, torch.tensor([anchor]), table, caches, 3, 16)
+        served = drafter.propose(anchors, draft, keep).token_ids
+        batch = MtpBatch(taps[:anchor], tokens[1 : anchor + 1], [anchor], [torch.tensor([anchor])], anchors[:, None])
+        assert torch.equal(module.draft(batch, 3), served)
+        forced = replace(batch, tokens=torch.cat([anchors[:, None], served[:, :2]], dim=1))
+        torch.testing.assert_close(module(forced) @ module.head.T, torch.cat(seen), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda config, tmp: replace(config, conversations=tmp / "none"), "not the directory of a training run"),
+        (
+            lambda config, tmp: replace(config, conversation=ConversationConfig(top_p=0.5)),
+            r"made with conversation\.top_p = 0\.95, and 0\.5 is asked for",
+        ),
+        (lambda config, tmp: replace(config, features=FeatureConfig(None, 9)), r"features\.top_k = 8, and 9"),
+        (
+            lambda config, tmp: replace(config, features=FeatureConfig((1,))),
+            "after layers 0, and layer 1 is asked for",
+        ),
+        (
+            lambda config, tmp: replace(config, conversation=ConversationConfig(answer_tokens=10**6)),
+            "and 1000000 are asked for",
+        ),
+        (lambda config, tmp: replace(config, target=str(write_tiny_model(tmp / "x", seed=7))), "are those of target"),
+    ],
+)
+def test_conversations_that_do_not_fit_are_refused(tiny_target, tmp_path, quiet, whole, make, message):
+    config = TrainConfig(
+        str(tiny_target),
+        tmp_path / "out",
+        device="cpu",
+        workers=1,
+        network=NetworkConfig.for_method("mtp"),
+        conversations=whole[0].out,
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        train(make(config, tmp_path), quiet)
+    assert "\n" not in str(error.value)
+
+
+def test_conversations_train_a_block_drafter_too_and_stay_as_they_are(tiny_target, tmp_path, quiet, whole):
+    directory = whole[0].out / "work" / "conversations"
+    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    config = TrainConfig(
+        str(tiny_target),
+        tmp_path / "out",
+        device="cpu",
+        workers=1,
+        conversations=whole[0].out,
+        network=NetworkConfig(num_layers=1, num_speculative_tokens=3, draft_vocab_size=160, markov_rank=4),
+        optimization=OptimizationConfig(steps=2, held_out_conversations=2),
+    )
+    report = train(config, quiet)
+    assert report["conversations"] == whole[1]["conversations"]
+    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert not (config.out / "work" / "conversations").exists()
+    with pytest.raises(ConfigError, match=f"uses the conversations of {whole[0].out}"):
+        train(replace(config, out=tmp_path / "third", conversations=config.out), quiet)
