@@ -146,7 +146,7 @@ def test_rounds_match_the_equations(case: str, kernels: str) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_sampled_picks_lead_the_next_pass(kernels: str) -> None:
     settings = replace(MTP_SETTINGS, draft_vocab_size=23)
-    tensors = random_tensors(settings, 3)
+    tensors = random_tensors(settings, 3, own_head=True)
     drafter = bound(kernels, settings, tensors)
     reference = dense(settings, tensors, random_target())
     rounds = Rounds(drafter, (3, 7))
