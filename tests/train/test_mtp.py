@@ -97,8 +97,8 @@ def test_drafting_reads_its_own_tokens():
 def small(settings, name="out", **changes):
     sampling = {"answer_tokens": 1000, "lanes": 8, "shard_conversations": 16, "max_positions": 64}
     optimization = {
-        "steps": 60, "anchors_per_step": 96, "anchors_per_conversation": 32, "held_out_conversations": 8,
-        "evaluation_interval": 30, "checkpoint_interval_s": 1e3, "warmup_steps": 5, "short_share": 0.3,
+        "steps": 40, "anchors_per_step": 96, "anchors_per_conversation": 32, "held_out_conversations": 8,
+        "evaluation_interval": 20, "checkpoint_interval_s": 1e3, "warmup_steps": 5, "short_share": 0.3,
     } | changes.pop("optimization", {})  # fmt: skip
     return settings(name, conversation=sampling, network=MTP, optimization=optimization, **changes)
 
@@ -162,6 +162,13 @@ def test_a_killed_run_continues_to_the_same_weights(settings, quiet, monkeypatch
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
         assert torch.equal(tensor, third[name]), name
+
+
+def test_training_goes_on_from_a_module(settings, quiet, whole):
+    config, report = whole
+    again = replace(small(settings, optimization={"steps": 1}), conversations=config.out, start_from=config.out)
+    went_on = train(again, quiet)["held_out"]["accepted_per_round"]
+    assert went_on == pytest.approx(report["held_out"]["accepted_per_round"], abs=0.2)
 
 
 def test_the_last_layer_can_be_read(settings, quiet):
@@ -290,6 +297,7 @@ def test_conversations_train_a_block_drafter_too_and_stay_as_they_are(tiny_targe
         device="cpu",
         workers=1,
         conversations=whole[0].out,
+        conversation=ConversationConfig(answer_tokens=1000),
         network=NetworkConfig(num_layers=1, num_speculative_tokens=3, draft_vocab_size=160, markov_rank=4),
         optimization=OptimizationConfig(steps=2, held_out_conversations=2),
     )

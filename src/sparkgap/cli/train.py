@@ -106,6 +106,10 @@ def train(
     evaluation_prompts: Annotated[
         Path | None, _option(None, help="User turns to measure on at the end; never trained on.")
     ] = None,
+    start_from: Annotated[
+        Path | None,
+        _option(_TRAINING, help="Drafter to start from: one of the same sizes; its draft vocabulary may be another."),
+    ] = None,
     device: Annotated[str, _option(None, help="auto, cpu, or an accelerator such as cuda.")] = "auto",
     threads: Annotated[int | None, _option(None, help="Compute threads; default: torch's choice.")] = None,
     workers: Annotated[
@@ -129,6 +133,7 @@ def train(
         seed=seed,
         evaluation_prompts=evaluation_prompts,
         conversations=None if conversations is None else conversations.resolve(),
+        start_from=start_from,
         conversation=ConversationConfig(
             answer_tokens=answer_tokens,
             lanes=lanes,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
-from sparkgap.catalog.drafters import write_speculators_config
+from sparkgap.catalog.drafters import open_drafter, write_speculators_config
 from sparkgap.catalog.identity import TargetIdentity, identify_target
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.errors import ConfigError
@@ -40,6 +40,7 @@ from sparkgap.train.progress import Progress
 from sparkgap.train.recipes import BlockRecipe, MtpRecipe, Recipe
 from sparkgap.train.shared import TARGET_FILE, SharedConversations, open_shared, shared_shards
 from sparkgap.train.start import start
+from sparkgap.train.start_from import copy_weights
 from sparkgap.train.template import TurnTemplate, turn_template
 
 _SCALED_CONVERSATIONS = 64
@@ -66,6 +67,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
         config = dataclasses.replace(config, conversation=shared.sampling)
     if config.evaluation_prompts is not None:
         read_prompts(config.evaluation_prompts)
+    initial = None if config.start_from is None else open_drafter(str(config.start_from))
     keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -94,6 +96,9 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     )
     if trainer.load():
         progress.log(f"continuing after step {trainer.step}")
+    elif initial is not None:
+        copy_weights(initial, network, vocabulary)
+        progress.log(f"starting from the weights of {initial.name}")
     elif isinstance(network, DraftNetwork):
         start(network, examples, learned, config.seed)
     trainer.run()

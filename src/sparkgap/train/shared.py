@@ -98,11 +98,12 @@ def shared_shards(shared: SharedConversations, record: Path) -> list[Path]:
 
 
 def _enough(directory: Path, paths: list[Path], wanted_tokens: int) -> list[Path]:
-    for count in range(1, len(paths) + 1):
-        there = Examples(paths[:count]).answer_tokens
-        if there >= wanted_tokens:
+    examples = Examples()
+    for count, path in enumerate(paths, 1):
+        examples.add(path)
+        if examples.answer_tokens >= wanted_tokens:
             return paths[:count]
-    raise ConfigError(f"{directory} has {there} answer tokens, and {wanted_tokens} are asked for")
+    raise ConfigError(f"{directory} has {examples.answer_tokens} answer tokens, and {wanted_tokens} are asked for")
 
 
 def _recorded_settings(run: Path) -> dict[str, Any]:
