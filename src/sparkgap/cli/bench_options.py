@@ -120,11 +120,17 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error; a line every few seconds when that is not a terminal."""
+def progress_bar(description: str, total: int, *, transient: bool = False) -> Iterator[Advance]:
+    """A bar on standard error; a line every few seconds when that is not a terminal.
+
+    Args:
+        description: what is done.
+        total: items.
+        transient: whether the bar goes away at the end.
+    """
     console = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=transient, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
 
         done, told_s = 0, time.monotonic()
