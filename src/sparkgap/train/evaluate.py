@@ -62,7 +62,7 @@ def draft_greedily(network: DraftNetwork, batch: AnchorBatch, ids: Tensor) -> Te
     return torch.stack(drafted, dim=1)
 
 
-def block_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids: Tensor, tokens: int) -> Tensor:
+def accepted_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids: Tensor, tokens: int) -> Tensor:
     """Accepted draft tokens of a round at every possible anchor of an answer: int64 `[anchors]`."""
     places = anchor_range(example)
     anchors = torch.arange(places.start, places.stop, device=taps.device)

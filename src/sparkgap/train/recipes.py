@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparkgap.train.batches import DraftVocabulary, MtpRows, Selection, TrainingRows, pack, pack_mtp
 from sparkgap.train.config import LossConfig
-from sparkgap.train.evaluate import Acceptance, acceptance, block_lengths, mtp_lengths
+from sparkgap.train.evaluate import Acceptance, acceptance, accepted_lengths, mtp_lengths
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.losses import LossWeights, confidence_loss, head_loss
 from sparkgap.train.mtp_network import MtpNetwork
@@ -83,7 +83,8 @@ class BlockRecipe:
         device = network.head.device
         ids = self.vocabulary.ids.to(device)
         return acceptance(
-            [block_lengths(network, e, self.examples.taps(e).to(device), ids, tokens).tolist() for e in chosen], tokens
+            [accepted_lengths(network, e, self.examples.taps(e).to(device), ids, tokens).tolist() for e in chosen],
+            tokens,
         )
 
 
