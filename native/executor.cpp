@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "gil.h"
 #include "operands.h"
 #include "pool.h"
 #include "variants.h"
@@ -47,7 +48,7 @@ Graph::~Graph() {
 void Graph::replay() {
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     fault = Pool::shared().run(calls(), threads_);
   }
   raise_fault(fault);
@@ -64,7 +65,7 @@ std::vector<int64_t> Graph::profile(int repeats) {
   std::vector<int64_t> shortest;
   uint32_t fault = 0;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     for (int i = 0; i < repeats && !fault; i++) {
       const std::vector<int64_t> times = Pool::shared().measure(calls_, threads_, &fault);
       if (shortest.empty()) shortest = times;
@@ -114,7 +115,7 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   }
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     fault = Pool::shared().run({calls}, threads_);
   }
   raise_fault(fault);

@@ -1,9 +1,11 @@
 """MTP drafters seen through `LLM`: plain decoding's tokens in every mode, whatever is drafted."""
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sparkgap import LLM, SamplingParams
-from sparkgap.errors import CheckpointError, ConfigError, UnsupportedModelError
+from sparkgap.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
 from sparkgap.rounds.speculative import CONTEXT_TOO_LONG
 
 from .speculating_model import mtp_settings, write_looping_pair, write_mtp
@@ -191,6 +193,17 @@ def test_a_request_may_switch_it_off_and_the_next_finds_its_context(paths, plain
     assert ours.num_cached_tokens >= 20
     assert ours.outputs == theirs.outputs == plain.generate([turn], GREEDY)[0].outputs
     assert acceptance([ours]) == acceptance([theirs])
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "masked", "eager"])
+def test_a_drafter_whose_logits_are_no_numbers_is_an_error(paths, mode):
+    damaged = write_mtp(paths["directory"] / "damaged", paths["directory"] / "target", "right")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["norm.weight"] *= torch.nan
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    llm = make(paths | {"damaged": str(damaged)}, "damaged", 3, dtype="float32", **MODES[mode])
+    with pytest.raises(EngineError, match=r"drafter .*damaged gave logits that are not finite numbers"):
+        llm.generate(PROMPTS[:1], GREEDY)
 
 
 def test_info(paths):

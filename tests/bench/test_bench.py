@@ -14,6 +14,7 @@ from sparkgap.bench.check import check_greedy, first_difference
 from sparkgap.bench.distribution import _Groups, check_distribution, chi_square
 from sparkgap.bench.prompts import BenchPrompt, EncodedPrompt, builtin_prompts, encode_prompts, read_prompts
 from sparkgap.cli import bench_options, main
+from sparkgap.cli.bench_options import PromptOptions
 from sparkgap.config import EXECUTION_MODES
 from sparkgap.errors import ConfigError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
@@ -208,6 +209,21 @@ def test_prompt_files(tmp_path):
             read_prompts(file)
     with pytest.raises(PromptError, match="cannot read"):
         read_prompts(tmp_path / "none")
+
+
+def test_a_limit_takes_an_even_spread_of_a_file(tmp_path):
+    file = tmp_path / "sorted.jsonl"
+    lines = [{"prompt": str(number), "category": "abc"[number // 4]} for number in range(12)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def taken(limit):
+        return [prompt.text for prompt in PromptOptions(prompts=file, limit=limit).read()]
+
+    assert taken(3) == ["0", "4", "8"]
+    assert taken(5) == ["0", "2", "4", "7", "9"]
+    assert taken(1) == ["0"]
+    assert taken(12) == taken(20) == taken(None) == [str(number) for number in range(12)]
+    assert [p.text for p in PromptOptions(limit=4).read()] == [p.text for p in builtin_prompts()[:4]]
 
 
 def test_builtin_prompts_are_distinct_and_of_three_categories(llm):

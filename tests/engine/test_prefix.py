@@ -48,8 +48,8 @@ def test_a_context_that_reads_ahead_is_found_only_where_the_next_token_is_the_sa
     assert generate(engine, other, max_tokens=2).num_cached_tokens == 8
     assert generate(engine, first, max_tokens=2).num_cached_tokens == 8
     # The token behind the last block is the answer's first one, which the next turn has, too.
-    answer = generate(engine, [31, 32, 33, 34], max_tokens=1).outputs[0].token_ids
-    assert generate(engine, [31, 32, 33, 34, *answer, 9], max_tokens=1).num_cached_tokens == 4
+    answer = generate(engine, [11, 12, 13, 14], max_tokens=1).outputs[0].token_ids
+    assert generate(engine, [11, 12, 13, 14, *answer, 9], max_tokens=1).num_cached_tokens == 4
     assert_idle(engine)
 
 

@@ -297,14 +297,14 @@ class MTPDrafter:
         return kernels.to_float32(kernels.linear(hidden, weights.lm_head)), given
 
     def _starts(self, sequences: int) -> Tensor:
-        """First row of each sequence, one row each, in memory that outlives a graph."""
-        if sequences >= len(self._row_starts):
-            self._row_starts = torch.arange(2 * sequences, dtype=torch.int32, device=self.device)
-        return self._row_starts[: sequences + 1]
+        """First row of each sequence, one row each. Graphs borrow the memory: it is the drafter's own for so many."""
+        if sequences < len(self._row_starts):
+            return self._row_starts[: sequences + 1]
+        return torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
 
 
 _ROW_STARTS = 1024
-"""Far more sequences than a graph has: a graph keeps the memory that it was captured over."""
+"""Far more than any graph has sequences."""
 
 
 def _load(loader: DraftLoader) -> MTPWeights:
