@@ -189,7 +189,7 @@ class NetworkConfig:
             ConfigError: no such method.
         """
         if method == "mtp":
-            return cls(method, num_layers=1, num_speculative_tokens=3)
+            return cls("mtp", num_layers=1, num_speculative_tokens=3)
         return cls(method)  # type: ignore[arg-type]
 
 
