@@ -166,6 +166,8 @@ NB_MODULE(_native, m) {
            "state_positions"_a, "anchors"_a, "positions"_a)
       .def("verify_rows", &Executor::verify_rows, "anchors"_a, "positions"_a, "draft_ids"_a.none(), "block_tables"_a,
            "num_blocks"_a, "block_size"_a, "max_length"_a, "token_ids"_a, "row_positions"_a, "slots"_a)
+      .def("step_rows", &Executor::step_rows, "context_lengths"_a, "block_tables"_a, "block_size"_a, "max_length"_a,
+           "sources"_a, "positions"_a, "slots"_a)
       .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
            "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
