@@ -9,7 +9,8 @@ from sparkgap.config import SamplingParams
 from sparkgap.engine.loading import LoadedEngine
 from sparkgap.errors import ConfigError, EngineError
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
-from sparkgap.rounds.sequence import Sequence
+from sparkgap.rounds.pipeline.runner import PipelinedRunner
+from sparkgap.rounds.sequence import Runner, Sequence
 
 DECODE = "decode"
 """A target pass of 1 row."""
@@ -24,14 +25,18 @@ CONTEXT = "context"
 """A context update of accepted rows."""
 
 ROUND = "round"
-"""A whole round, with what the host does."""
+"""A whole round, with what the host does; in the task pipeline one of several that are chained."""
+
+_CHAINED_ROUNDS = 8
+"""Rounds that are chained to measure one; fewer where the context ends before."""
 
 
 @torch.inference_mode()
 def time_phases(loaded: LoadedEngine, context_tokens: int, accepted_rows: int) -> dict[str, float]:
     """Run each phase of one sequence's round once, and measure it.
 
-    The sequence lies in free KV blocks, over whatever they hold: no phase takes a time that depends on values.
+    The sequence lies in free KV blocks, over whatever they hold: no phase takes a time that depends on values, but for
+    a whole round's context update, which computes what the round happens to accept.
 
     Args:
         loaded: an engine without unfinished requests.
@@ -48,14 +53,18 @@ def time_phases(loaded: LoadedEngine, context_tokens: int, accepted_rows: int) -
     engine = loaded.engine
     if engine.has_unfinished_requests():
         raise EngineError("phases can be timed only while no request is running")
-    blocks, end = engine.scheduler.blocks, context_tokens + engine.runner.num_lookahead_tokens
-    chosen = loaded.speculation
-    longest = engine.model.max_model_len if chosen is None else chosen.drafter.max_context_length
+    runner, chosen = engine.runner, loaded.speculation
+    width, last = runner.num_lookahead_tokens, engine.model.max_model_len
+    longest = last if chosen is None else chosen.drafter.max_context_length
+    rounds = max(1, min(_CHAINED_ROUNDS, (min(longest, last) - context_tokens) // width))
+    end = context_tokens + (rounds if isinstance(runner, PipelinedRunner) else 1) * width
+    blocks = engine.scheduler.blocks
     sequence = Sequence(-1, SamplingParams(temperature=0), 0, [0] * context_tokens, [0], context_tokens)
-    if context_tokens > longest or end > engine.model.max_model_len or not blocks.extend(sequence.block_table, end):
+    if context_tokens > longest or end > last or not blocks.extend(sequence.block_table, end):
         raise ConfigError(f"there is no room for a round after {context_tokens} tokens; take a shorter prompt")
     try:
-        return {name: _time_ms(run) for name, run in _phases(loaded, sequence, accepted_rows).items()}
+        times = {name: _time_ms(run) for name, run in _phases(loaded, sequence, accepted_rows).items()}
+        return times | {ROUND: _round_ms(runner, sequence, rounds)}
     finally:
         engine.runner.release(sequence)
         blocks.free(sequence.block_table)
@@ -65,10 +74,6 @@ def _phases(loaded: LoadedEngine, sequence: Sequence, accepted_rows: int) -> dic
     passes, device, start = loaded.passes, loaded.target.device, sequence.num_computed_tokens
     block_size = loaded.caches[0].block_size
     one = forward_batch([RowSpan(sequence, start, [0])], block_size, device)
-
-    def whole_round() -> None:
-        loaded.engine.runner.decode([sequence])
-        sequence.num_computed_tokens = start
 
     phases: dict[str, Callable[[], object]] = {DECODE: lambda: passes.decode(one)}
     if passes.drafting is not None:
@@ -85,7 +90,28 @@ def _phases(loaded: LoadedEngine, sequence: Sequence, accepted_rows: int) -> dic
             CONTEXT: lambda: passes.update_context(output, wide.attention.positions, slots),
             DRAFT: lambda: passes.propose(anchors, lengths, tables, start),
         }
-    return phases | {ROUND: whole_round}
+    return phases
+
+
+def _round_ms(runner: Runner, sequence: Sequence, rounds: int) -> float:
+    """Milliseconds of a round, in a pipeline the mean of `rounds` that follow each other."""
+    start = sequence.num_computed_tokens
+
+    def chained() -> None:
+        assert isinstance(runner, PipelinedRunner)
+        for _ in range(rounds):
+            if runner.pipeline.is_full:
+                runner.consume()
+            runner.submit([sequence])
+        while runner.oldest:
+            runner.consume()
+
+    try:
+        if isinstance(runner, PipelinedRunner):
+            return _time_ms(chained) / rounds
+        return _time_ms(lambda: runner.decode([sequence]))
+    finally:
+        sequence.num_computed_tokens = start
 
 
 def _time_ms(run: Callable[[], object]) -> float:
