@@ -1,21 +1,40 @@
 // The int8 matrix product at the heart of linear layers and the Markov head: int32 sums of rows of bytes by packed weights.
 #pragma once
 #include "kernels.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace sparkgap {
 namespace {
 
-// Int32 sums of R rows by B blocks of 16 channels, in the form each instruction set accumulates them.
+// Where a block of 16 channels lies. Blocks lie in pairs, `[in / 4, 2, 16, 4]`, so that a tile of two blocks is one stream
+// of weights; a last one without a partner lies alone.
+struct PackedBlock {
+  const int8_t* at;
+  int64_t step;  // bytes between groups of four inputs
+
+  PackedBlock(const int8_t* packed, int64_t blocks, int64_t groups, int64_t block) {
+    const bool paired = (block | 1) < blocks;
+    at = packed + (paired ? block / 2 * 2 * groups + block % 2 : block * groups) * 64;
+    step = paired ? 128 : 64;
+  }
+};
+
+// A thread's share of so many blocks, in whole pairs.
+SPARKGAP_INLINE Share share_pairs(int64_t blocks, Worker worker) {
+  const Share pairs = share((blocks + 1) / 2, worker);
+  return {2 * pairs.begin, smaller(blocks, 2 * pairs.end)};
+}
+
+// Int32 sums of R rows by B blocks, in the form each instruction set accumulates them.
 //
-// `fetch` is where the weights begin that this thread comes to later: as many bytes as the present ones are brought into
-// the second-level cache meanwhile, a line for each that is used. The hardware's own prefetching follows one stream well
-// and loses its way when each line is used for many rows.
+// `ahead` bytes after the present weights are those that this thread comes to later: they are brought into the
+// second-level cache meanwhile, a line for each that is used. The hardware's own prefetching follows one stream best, but
+// loses its way among the results of many rows.
 #if defined(__AVX512VNNI__)
 
 constexpr int kMaxRows = 12, kMaxBlocks = 2;
-constexpr int kStreamRows = 2;  // so few rows are one stream of weights, which the hardware prefetches best by itself
-constexpr int kStreamSteps = 4;
+constexpr int kStreamRows = 4;  // the hardware prefetches best by itself for so few rows
 
 // Rows 0 ... 5 from a pointer, as addresses that need no register of their own.
 struct SixRows {
@@ -36,8 +55,8 @@ struct SixRows {
 
 // Not inlined: what surrounds it would take registers from the accumulators.
 template <int R, int B>
-__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const* offsets, const int8_t* fetch, Ints (*out)[B]) {
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, PackedBlock packed, int64_t groups,
+                                    const int32_t* const* offsets, int64_t ahead, Ints (*out)[B]) {
   IntPart acc[R][B];  // of the type the instruction takes: with another, the compiler copies them in every step
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) {
@@ -46,13 +65,13 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
     for (int r = 0; r < R; r++) acc[r][b] = offset;
   }
   SixRows low(q, q_stride), high(q + 6 * q_stride, q_stride);
-  const int64_t block_bytes = groups * 64;
-  for (const int8_t* end = packed + block_bytes; packed != end; packed += 64, fetch += 64 * B, low.at += 4, high.at += 4) {
+  const int8_t* at = packed.at;
+  for (const int8_t* end = at + groups * packed.step; at != end; at += packed.step, low.at += 4, high.at += 4) {
     __m512i w[B];
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
-      w[b] = _mm512_loadu_si512(packed + b * block_bytes);
-      __builtin_prefetch(fetch + 64 * b, 0, 2);
+      w[b] = _mm512_loadu_si512(at + b * 64);
+      if constexpr (R > kStreamRows) __builtin_prefetch(at + b * 64 + ahead, 0, 2);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -67,46 +86,16 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
     for (int b = 0; b < B; b++) out[r][b].part[0] = acc[r][b];
 }
 
-// R rows by one block, with several accumulators each: the weights are one stream.
-template <int R>
-__attribute__((noinline)) void stream_sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                           const int32_t* offset, Ints (*out)[1]) {
-  IntPart acc[R][kStreamSteps];
-#pragma GCC unroll 2
-  for (int r = 0; r < R; r++) {
-    acc[r][0] = (IntPart)_mm512_loadu_si512(offset);
-#pragma GCC unroll 4
-    for (int step = 1; step < kStreamSteps; step++) acc[r][step] = IntPart{};
-  }
-  const auto add = [&](int64_t group, int step) SPARKGAP_INLINE_LAMBDA {
-    const __m512i w = _mm512_loadu_si512(packed + group * 64);
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++) {
-      int32_t four;
-      std::memcpy(&four, q + r * q_stride + group * 4, 4);
-      acc[r][step] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc[r][step], _mm512_set1_epi32(four), w);
-    }
-  };
-  int64_t group = 0;
-  for (; group + kStreamSteps <= groups; group += kStreamSteps) {
-#pragma GCC unroll 4
-    for (int step = 0; step < kStreamSteps; step++) add(group + step, step);
-  }
-  for (; group < groups; group++) add(group, 0);
-#pragma GCC unroll 2
-  for (int r = 0; r < R; r++) out[r][0].part[0] = (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]);
-}
-
 #elif defined(__AVX2__)
 
 constexpr int kMaxRows = 4, kMaxBlocks = 1;
-constexpr int kStreamRows = 0;
 
 // Without VNNI: unsigned times signed bytes add up in pairs with saturation, so the activation's sign moves to the
 // weight; magnitudes of at most 127 then cannot saturate.
 template <int R, int B>
-__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const*, const int8_t* fetch, Ints (*out)[B]) {
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, PackedBlock packed, int64_t groups,
+                                    const int32_t* const*, int64_t ahead, Ints (*out)[B]) {
+  static_assert(B == 1);
   __m256i acc[R][B][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -114,10 +103,10 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
     for (int b = 0; b < B; b++) acc[r][b][0] = acc[r][b][1] = _mm256_setzero_si256();
   const __m256i ones = _mm256_set1_epi16(1);
   for (int64_t g = 0; g < groups; g++) {
-    __builtin_prefetch(fetch + g * 64 * B, 0, 2);
+    __builtin_prefetch(packed.at + g * packed.step + ahead, 0, 2);
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
-      const int8_t* weights = packed + (b * groups + g) * 64;
+      const int8_t* weights = packed.at + g * packed.step;
       const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
       const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 32));
 #pragma GCC unroll 8
@@ -143,15 +132,14 @@ __attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const in
 #else
 
 constexpr int kMaxRows = 4, kMaxBlocks = 1;
-constexpr int kStreamRows = 0;
 
 template <int R, int B>
-__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, const int8_t* packed, int64_t groups,
-                                    const int32_t* const*, const int8_t*, Ints (*out)[B]) {
+__attribute__((noinline)) void sums(const uint8_t* q, int64_t q_stride, PackedBlock packed, int64_t groups,
+                                    const int32_t* const*, int64_t, Ints (*out)[B]) {
   static_assert(B == 1);
   int32_t acc[R][16] = {};
   for (int64_t g = 0; g < groups; g++) {
-    const int8_t* w = packed + g * 64;
+    const int8_t* w = packed.at + g * packed.step;
     for (int r = 0; r < R; r++) {
       int16_t x[4];
       for (int j = 0; j < 4; j++) x[j] = int16_t(q[r * q_stride + g * 4 + j] - 128);

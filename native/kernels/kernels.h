@@ -37,7 +37,8 @@ struct Vector {
 constexpr int64_t kBlockChannels = 16;
 constexpr int64_t kQuantizedAlignment = 64;  // bytes between rows of quantized activations are a multiple of this
 
-// int8 weights `[out / 16, in / 4, 16, 4]`, `scales` float32 `[out]`, from rows of float32 or bfloat16.
+// int8 weights in pairs of blocks, `[out / 32, in / 4, 2, 16, 4]`, where a last block without a partner is
+// `[in / 4, 16, 4]`; `scales` float32 `[out]`; from rows of float32 or bfloat16.
 // Scale = largest magnitude / 127; weight = round(value / scale), ties to even, in -127 ... 127.
 struct PackInt8 {
   Matrix weight;

@@ -17,7 +17,8 @@ template <class T>
 void pack_blocks(const PackInt8& args, Worker worker) {
   const int64_t blocks = (args.out_features + 15) / 16, groups = (args.in_features + 3) / 4;
   for (int64_t block = worker.index; block < blocks; block += worker.count) {
-    int8_t* packed = args.packed + block * groups * 64;
+    const PackedBlock place(args.packed, blocks, groups, block);
+    int8_t* packed = const_cast<int8_t*>(place.at);
     for (int64_t lane = 0; lane < 16; lane++) {
       const int64_t channel = block * 16 + lane;
       const bool real = channel < args.out_features;
@@ -32,7 +33,7 @@ void pack_blocks(const PackInt8& args, Worker worker) {
         int32_t q = 0;
         if (real && k < args.in_features && scale > 0) q = int32_t(__builtin_rintf(to_float(row[k]) / scale));
         q = larger(-127, smaller(127, q));
-        packed[k / 4 * 64 + lane * 4 + k % 4] = int8_t(q);
+        packed[k / 4 * place.step + lane * 4 + k % 4] = int8_t(q);
         total += q;
       }
       if (real) args.scales[channel] = scale, args.offsets[channel] = -128 * total;
@@ -65,43 +66,25 @@ SPARKGAP_INLINE void write_outputs(const LinearInt8& args, int64_t row, int64_t 
 }
 
 template <int R, int B>
-void tile(const LinearInt8& args, int64_t row, int64_t block, const int8_t* fetch) {
-  const int64_t groups = (args.in_features + 3) / 4;
+void tile(const LinearInt8& args, int64_t row, int64_t block, int64_t ahead) {
+  const int64_t blocks = (args.out_features + 15) / 16, groups = (args.in_features + 3) / 4;
   alignas(64) int32_t padded[B][16];
   const int32_t* offsets[B];
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) offsets[b] = offsets_of(args.offsets, args.out_features, block + b, padded[b]);
   Ints acc[R][B];
-  sums<R, B>(args.quantized + row * args.quantized_stride, args.quantized_stride, args.packed + block * groups * 64, groups,
-             offsets, fetch, acc);
+  sums<R, B>(args.quantized + row * args.quantized_stride, args.quantized_stride, {args.packed, blocks, groups, block}, groups,
+             offsets, ahead, acc);
   write_outputs<R, B>(args, row, block, acc);
 }
 
 // Tiles of R rows while so many are left, then smaller ones. The first fetches ahead, for all of them.
 template <int R, int B>
-SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block, const int8_t* fetch) {
-  const int8_t* weights = args.packed + block * ((args.in_features + 3) / 4) * 64;
-  for (; args.rows - row >= R; row += R) tile<R, B>(args, row, block, row == 0 ? fetch : weights);
+SPARKGAP_INLINE void column(const LinearInt8& args, int64_t row, int64_t block, int64_t ahead) {
+  for (; args.rows - row >= R; row += R) tile<R, B>(args, row, block, row == 0 ? ahead : 0);
   if constexpr (R > 1)
-    if (row < args.rows) column<R - 1, B>(args, row, block, fetch);
+    if (row < args.rows) column<R - 1, B>(args, row, block, ahead);
 }
-
-#if defined(__AVX512VNNI__)
-template <int R>
-void stream(const LinearInt8& args, int64_t block, int64_t end) {
-  const int64_t groups = (args.in_features + 3) / 4;
-  for (; block < end; block++) {
-    alignas(64) int32_t padded[16];
-    Ints acc[R][1];
-    stream_sums<R>(args.quantized, args.quantized_stride, args.packed + block * groups * 64, groups,
-                   offsets_of(args.offsets, args.out_features, block, padded), acc);
-    write_outputs<R, 1>(args, 0, block, acc);
-  }
-}
-#else
-template <int R>
-void stream(const LinearInt8&, int64_t, int64_t) {}
-#endif
 
 // So far ahead that memory answers in time, and so near that what was fetched is still there when it is used.
 constexpr int64_t kFetchBytes = 48 << 10;
@@ -119,15 +102,13 @@ void quantize_rows(const QuantizeRows& args, Worker worker) {
 }
 
 void linear_int8(const LinearInt8& args, Worker worker) {
-  const int64_t blocks = (args.out_features + 15) / 16, block_bytes = (args.in_features + 3) / 4 * 64;
-  int64_t block = blocks * worker.index / worker.count;
-  const int64_t end = blocks * (worker.index + 1) / worker.count;
-  if (args.rows <= kStreamRows) return args.rows == 1 ? stream<1>(args, block, end) : stream<2>(args, block, end);
-  const int64_t tile_bytes = kMaxBlocks * block_bytes, ahead = (kFetchBytes + tile_bytes - 1) / tile_bytes * kMaxBlocks;
+  auto [block, end] = share_pairs((args.out_features + 15) / 16, worker);
+  const int64_t block_bytes = (args.in_features + 3) / 4 * 64, pair_bytes = 2 * block_bytes;
+  const int64_t pairs = (kFetchBytes + pair_bytes - 1) / pair_bytes;
   // Past the end of this thread's part there is nothing to fetch: what is at hand costs nothing.
-  const auto fetch = [&](int64_t b) { return args.packed + (b + ahead + kMaxBlocks <= end ? b + ahead : b) * block_bytes; };
-  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block, fetch(block));
-  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block, args.packed + block * block_bytes);
+  const auto ahead = [&](int64_t b) { return b / 2 + pairs < end / 2 ? pairs * pair_bytes : 0; };
+  for (; end - block >= kMaxBlocks; block += kMaxBlocks) column<kMaxRows, kMaxBlocks>(args, 0, block, ahead(block));
+  for (; block < end; block++) column<kMaxRows, 1>(args, 0, block, 0);
 }
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

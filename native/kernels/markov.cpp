@@ -122,27 +122,27 @@ SPARKGAP_INLINE void take_sums(const MarkovStep& args, const Scratch& scratch, i
 
 template <int R, int B>
 void int8_tile(const MarkovStep& args, const Scratch& scratch, int64_t sequence, int64_t block) {
-  const int64_t groups = (args.rank + 3) / 4;
+  const int64_t blocks = (args.draft_vocab + kLanes - 1) / kLanes, groups = (args.rank + 3) / 4;
   alignas(64) int32_t padded[B][16];
   const int32_t* offsets[B];
 #pragma GCC unroll 4
   for (int b = 0; b < B; b++) offsets[b] = offsets_of(args.offsets, args.draft_vocab, block + b, padded[b]);
-  const int8_t* packed = static_cast<const int8_t*>(args.packed) + block * groups * 64;
-  const uint8_t* rows = reinterpret_cast<const uint8_t*>(scratch.rows) + sequence * scratch.row_bytes;
   Ints out[R][B];
-#if defined(__AVX512VNNI__)
-  if constexpr (R <= kStreamRows && B == 1) stream_sums<R>(rows, scratch.row_bytes, packed, groups, offsets[0], out);
-  else
-#endif
-    sums<R, B>(rows, scratch.row_bytes, packed, groups, offsets, packed, out);
+  sums<R, B>(reinterpret_cast<const uint8_t*>(scratch.rows) + sequence * scratch.row_bytes, scratch.row_bytes,
+             {static_cast<const int8_t*>(args.packed), blocks, groups, block}, groups, offsets, 0, out);
   take_sums<R, B>(args, scratch, sequence, block, out);
 }
 
-template <int R>
+template <int R, int B>
 SPARKGAP_INLINE void int8_column(const MarkovStep& args, const Scratch& scratch, int64_t sequence, int64_t block) {
-  for (; args.sequences - sequence >= R; sequence += R) int8_tile<R, 1>(args, scratch, sequence, block);
+  for (; args.sequences - sequence >= R; sequence += R) int8_tile<R, B>(args, scratch, sequence, block);
   if constexpr (R > 1)
-    if (sequence < args.sequences) int8_column<R - 1>(args, scratch, sequence, block);
+    if (sequence < args.sequences) int8_column<R - 1, B>(args, scratch, sequence, block);
+}
+
+void int8_blocks(const MarkovStep& args, const Scratch& scratch, int64_t block, int64_t end) {
+  for (; end - block >= kMaxBlocks; block += kMaxBlocks) int8_column<kMaxRows, kMaxBlocks>(args, scratch, 0, block);
+  for (; block < end; block++) int8_column<kMaxRows, 1>(args, scratch, 0, block);
 }
 
 constexpr int64_t kPartBlocks = 4;
@@ -199,7 +199,7 @@ void estimate(const MarkovEnd& args, int64_t step, int64_t sequence, Worker work
 
 void markov_step(const MarkovStep& args, Worker worker) {
   const Scratch scratch(worker.scratch, args.sequences, args.rank);
-  const Share mine = share((args.draft_vocab + kLanes - 1) / kLanes, worker);
+  const Share mine = share_pairs((args.draft_vocab + kLanes - 1) / kLanes, worker);
   for (int64_t sequence = 0; sequence < args.sequences; sequence++) {
     int64_t token;
     if (args.anchors) token = args.anchors[sequence];
@@ -215,8 +215,7 @@ void markov_step(const MarkovStep& args, Worker worker) {
     with_type(args.table.dtype, [&](auto t) { look_up<decltype(t)>(args, scratch, sequence, token); });
     begin(scratch.lanes[sequence], mine.begin);
   }
-  if (args.channel_scales)
-    for (int64_t block = mine.begin; block < mine.end; block++) int8_column<kMaxRows>(args, scratch, 0, block);
+  if (args.channel_scales) int8_blocks(args, scratch, mine.begin, mine.end);
   else if (args.packed_dtype == DType::kFloat32) float_blocks<float>(args, scratch, mine.begin, mine.end);
   else float_blocks<BFloat16>(args, scratch, mine.begin, mine.end);
   for (int64_t sequence = 0; sequence < args.sequences; sequence++)

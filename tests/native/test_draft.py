@@ -145,9 +145,7 @@ def test_sequences_threads_and_variants_do_not_show(
 @pytest.mark.parametrize("form", ["w8a8", "float32", "bfloat16"])
 @some
 @given(data=st.data())
-def test_vanilla_chain_in_one_kernel_equals_its_steps(
-    make: Make, variant: str, form: str, data: st.DataObject
-) -> None:
+def test_vanilla_chain_in_one_kernel_equals_its_steps(make: Make, variant: str, form: str, data: st.DataObject) -> None:
     """Every bit, with shares of the vocabulary that are empty, and logits that are equal or not numbers."""
     vocab = data.draw(st.integers(1, 130))
     draft_vocab = data.draw(st.integers(1, vocab))

@@ -113,7 +113,11 @@ class NativeKernels(Kernels):
         parts = packed.parts()
         blocks, groups = -(-out_features // 16), -(-in_features // 4)
         padded = functional.pad(weight.values, (0, groups * 4 - in_features, 0, blocks * 16 - out_features))
-        parts["packed"].view(blocks, groups, 16, 4).copy_(padded.view(blocks, 16, groups, 4).transpose(1, 2))
+        pairs, paired = blocks // 2, blocks // 2 * 2 * 64 * groups
+        rows = padded[: pairs * 32].view(pairs, 2, 16, groups, 4)
+        parts["packed"][:paired].view(pairs, groups, 2, 16, 4).copy_(rows.permute(0, 3, 1, 2, 4))
+        last = padded[pairs * 32 :].view(blocks % 2, 16, groups, 4)
+        parts["packed"][paired:].view(blocks % 2, groups, 16, 4).copy_(last.transpose(1, 2))
         parts["offsets"].copy_(padded.sum(1, dtype=torch.int32).mul_(-128))
         parts["scales"][:out_features] = weight.scales
         if bias is not None:
