@@ -4,6 +4,7 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "gil.h"
 #include "operands.h"
 #include "pool.h"
 #include "variants.h"
@@ -48,7 +49,7 @@ Graph::~Graph() {
 void Graph::replay() {
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     fault = Pool::shared().run(calls(), threads_);
   }
   raise_fault(fault);
@@ -65,7 +66,7 @@ std::vector<int64_t> Graph::profile(int repeats) {
   std::vector<int64_t> shortest;
   uint32_t fault = 0;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     for (int i = 0; i < repeats && !fault; i++) {
       const std::vector<int64_t> times = Pool::shared().measure(calls_, threads_, &fault);
       if (shortest.empty()) shortest = times;
@@ -115,7 +116,7 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   }
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     fault = Pool::shared().run({calls}, threads_);
   }
   raise_fault(fault);

@@ -48,6 +48,10 @@ void remember(const Remember& args, Worker worker) {
     int32_t* text = args.texts.of(i, worker);
     if (!text) continue;
     const int64_t* result = args.results + i * (args.width + 2);
+    if (result[0] < 0 || result[0] >= args.width) {
+      worker.report(kSourceOutOfRange);
+      continue;
+    }
     for (int64_t k = 0; k <= result[0]; k++) {
       const int64_t place = args.positions[i] + 1 + k;
       if (place >= 0 && place < args.texts.capacity) text[place] = int32_t(result[2 + k]);

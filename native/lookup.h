@@ -28,7 +28,8 @@ struct LookUp {
   int64_t* drafts;  // [sequences, count]
 };
 
-// Writes a round's tokens behind the anchors; what lies beyond the capacity is left out.
+// Writes a round's tokens behind the anchors; what lies beyond the capacity is left out. More accepted tokens than a round
+// has are a fault.
 struct Remember {
   Texts texts;
   const int64_t* positions;  // [sequences], of the anchors

@@ -9,6 +9,7 @@
 
 #include "cpu_info.h"
 #include "executor.h"
+#include "gil.h"
 #include "pool.h"
 #include "stream.h"
 #include "variants.h"
@@ -31,7 +32,7 @@ using TraceRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32
 std::tuple<std::vector<TraceRow>, uint64_t> stop_trace() {
   std::unique_ptr<sparkgap::Trace> trace;
   {
-    const nb::gil_scoped_release released;
+    const sparkgap::GilRelease released;
     trace = sparkgap::Pool::shared().stop_trace();
   }
   if (!trace) throw std::runtime_error("no trace is on");
@@ -56,14 +57,14 @@ NB_MODULE(_native, m) {
   m.def(
       "shutdown_pool",
       [] {
-        const nb::gil_scoped_release released;
+        const sparkgap::GilRelease released;
         sparkgap::Pool::shared().shutdown();
       },
       "End the process's compute threads; the next operation starts them again.");
   m.def(
       "stop_streams",
       [] {
-        const nb::gil_scoped_release released;
+        const sparkgap::GilRelease released;
         Stream::stop_all();
       },
       "End every stream of the process: what runs ends, what waits fails, and nothing can be launched any more.");
@@ -72,7 +73,7 @@ NB_MODULE(_native, m) {
   m.def(
       "start_trace",
       [](size_t capacity) {
-        const nb::gil_scoped_release released;
+        const sparkgap::GilRelease released;
         sparkgap::Pool::shared().start_trace(capacity);
       },
       "capacity"_a, "Keep when each thread ran each kernel call, the last `capacity` of each thread, until `stop_trace`.");
@@ -105,7 +106,7 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>>(), "parts"_a)
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t>(), "parts"_a, "first_pass"_a = 0)
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
 

@@ -1,8 +1,6 @@
 #include "operands.h"
 
-#include <nanobind/nanobind.h>
-
-namespace nb = nanobind;
+#include "gil.h"
 
 namespace sparkgap {
 
@@ -31,7 +29,7 @@ RotaryAngles rotary_angles(const Tensor& positions, const Tensor& cos, const Ten
 std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
   std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) {
-    const nb::gil_scoped_release released;
+    const GilRelease released;
     lock.lock();
   }
   return lock;

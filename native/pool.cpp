@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "cpu_info.h"
@@ -23,6 +24,9 @@ constexpr size_t kScratchAlignment = 64;
 
 std::atomic<Pool*> shared_pool{nullptr};
 std::mutex shared_mutex;
+
+// Of a thread that does nothing but run lists.
+thread_local bool is_owned = false, is_placed = false;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -69,6 +73,7 @@ struct Pool::Job {
   Trace* trace;
   uint32_t run;
   std::atomic<uint32_t>* fault;
+  const WhenUnderWay* when_under_way;
 };
 
 struct Pool::Member {
@@ -122,16 +127,27 @@ uint32_t Pool::run(const CallList& list, int threads) {
   return run({&list, 1}, threads, scratch_bytes);
 }
 
-uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number) {
+uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number,
+                   const WhenUnderWay* when_under_way) {
   // The barrier after a call keeps the job alive until every thread has read it: without a call there is none.
-  if (std::all_of(lists.begin(), lists.end(), [](const CallList& list) { return list.calls.empty(); })) return 0;
+  if (std::all_of(lists.begin(), lists.end(), [](const CallList& list) { return list.calls.empty(); })) {
+    if (when_under_way) when_under_way->action();
+    return 0;
+  }
   std::atomic<uint32_t> fault{0};
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    if (when_under_way) when_under_way->action();
+    when_under_way = nullptr;
+    lock.lock();
+  }
   grow(threads, scratch_bytes);
   if (trace_) trace_->grow(threads);
-  const Job job{lists, threads, trace_.get(), trace_ ? trace_->begin_run() : 0, &fault};
+  const Job job{lists, threads, trace_.get(), trace_ ? trace_->begin_run() : 0, &fault, when_under_way};
   if (number) *number = job.run;
-  const Placement::CallerGuard placed(placement_, threads);
+  std::optional<Placement::CallerGuard> placed;
+  if (is_owned) place_owned_caller(threads);
+  else placed.emplace(placement_, threads);
   for (int i = 1; i < threads; i++) {
     Member& member = *members_[i];
     member.job = &job;
@@ -140,6 +156,14 @@ uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_
   }
   execute(job, 0);
   return fault.load(std::memory_order_relaxed);
+}
+
+void Pool::own_caller() { is_owned = true; }
+
+void Pool::place_owned_caller(int threads) const {
+  if (is_placed || threads < 2) return;
+  placement_.pin(0);
+  is_placed = true;
 }
 
 std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uint32_t* fault) {
@@ -165,6 +189,7 @@ void Pool::execute(const Job& job, int index) {
   const std::span<const CallList> lists = job.lists;
   const Worker worker{index, job.threads, members_[index]->scratch.data, job.fault};
   TraceRing* const ring = job.trace ? &job.trace->ring(index) : nullptr;
+  const WhenUnderWay* when_under_way = index == 0 ? job.when_under_way : nullptr;
   for (uint32_t list = 0; list < lists.size(); list++) {
     const std::span<const Call> calls = lists[list].calls;
     for (uint32_t i = 0; i < calls.size(); i++) {
@@ -172,9 +197,14 @@ void Pool::execute(const Job& job, int index) {
       calls[i].run(worker);
       if (ring)
         ring->add({calls[i].signature, begin_ns, now_ns(), lists[list].graph, job.run, list, i, uint32_t(index)});
+      if (when_under_way && list >= when_under_way->list) {
+        when_under_way->action();
+        when_under_way = nullptr;
+      }
       if (worker.count > 1) barrier(worker.count);
     }
   }
+  if (when_under_way) when_under_way->action();
 }
 
 void Pool::start_trace(size_t capacity) {

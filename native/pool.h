@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -21,6 +22,13 @@ struct CallList {
   uint32_t graph = 0;
 };
 
+// Something for the caller's thread to do once a run is under way: after the first call of list `list`, or before the run
+// where that has to wait for another caller's; at the latest at its end.
+struct WhenUnderWay {
+  std::function<void()> action;
+  size_t list = 0;
+};
+
 class Pool {
  public:
   // The process's pool. After a fork the child gets a new one: threads do not survive a fork.
@@ -32,7 +40,11 @@ class Pool {
 
   // The same for several lists in a row, whose calls need at most `scratch_bytes`. While a trace is on, `number` gets the
   // run's number there, and else 0.
-  uint32_t run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number = nullptr);
+  uint32_t run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number = nullptr,
+               const WhenUnderWay* when_under_way = nullptr);
+
+  // The calling thread does nothing but run lists: it is pinned once, like the pool's own, and not for each run.
+  static void own_caller();
 
   // From here on every run leaves its times in a trace; without one that costs a branch a call. Throws std::runtime_error
   // when a trace is on.
@@ -54,6 +66,7 @@ class Pool {
   void grow(int threads, size_t scratch_bytes);
   void work(Member& self, int index);
   void execute(const Job& job, int index);
+  void place_owned_caller(int threads) const;
   void barrier(int threads);
 
   std::mutex mutex_;

@@ -4,24 +4,47 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
 
-namespace nb = nanobind;
+#include "gil.h"
 
 namespace sparkgap {
 
+// A place in the queue. The thread goes from one to the next, and `launch` is the host's to let go once it is done.
+struct QueuedLaunch {
+  std::shared_ptr<Launch> launch;
+  std::atomic<QueuedLaunch*> next{nullptr};
+};
+
 struct StreamState {
-  std::mutex mutex;
+  std::mutex mutex;  // the queue, among those who launch and reset; the thread never takes it
+  std::deque<QueuedLaunch> queue = std::deque<QueuedLaunch>(1);  // begins with the one that the thread took last
+  uint64_t num_dropped = 0;              // places before the queue's first
+  std::thread thread;
+
+  std::atomic<uint64_t> num_launched{0}, num_taken{0}, num_ended{0};
+  std::atomic<bool> stopping{false};
+  std::string failure;  // the thread's, and the host's while the thread has nothing to do
+
+  std::mutex waiting;  // taken by a thread to sleep, and to wake one that sleeps
   std::condition_variable work;      // for the thread: something to do
   std::condition_variable finished;  // for the host: a launch has ended
-  std::deque<std::shared_ptr<Launch>> queue;
-  // Launches that have ended: what they hold may only be let go under the GIL, which the thread never takes.
-  std::vector<std::shared_ptr<Launch>> ended;
-  std::string failure;
-  bool running = false;
-  bool stopping = false;
+  std::atomic<bool> is_idle{false};  // the thread sleeps, or is about to
+  std::atomic<int> num_waiting{0};   // hosts that do
+
   pid_t process = getpid();
-  std::thread thread;
+
+  // What has ended; what it holds may only be let go under the GIL, which the thread never takes. Under `mutex`.
+  std::vector<std::shared_ptr<Launch>> take_ended();
+  void wake_thread();
+  void tell_hosts();
+  template <class Condition>
+  bool wait(double timeout_s, Condition condition);
+  QueuedLaunch* wait_for_work(QueuedLaunch* last);
 };
 
 namespace {
@@ -37,18 +60,6 @@ Registry& registry() {
   return *instance;
 }
 
-void stop_stream(const std::shared_ptr<StreamState>& shared) {
-  std::thread thread;
-  {
-    const std::lock_guard lock(shared->mutex);
-    shared->stopping = true;
-    thread = std::move(shared->thread);
-  }
-  shared->work.notify_all();
-  shared->finished.notify_all();
-  if (thread.joinable()) thread.join();
-}
-
 // Of seconds without bounds, so much as a clock can count; none of a NaN.
 std::chrono::duration<double> waiting_time(double timeout_s) {
   constexpr double kLongest_s = 1e8;
@@ -58,10 +69,73 @@ std::chrono::duration<double> waiting_time(double timeout_s) {
 // After a fork the thread is the parent's, and it may have held the mutex.
 bool is_forked(const std::shared_ptr<StreamState>& shared) { return shared->process != getpid(); }
 
+void stop_stream(StreamState& shared) {
+  std::thread thread;
+  {
+    const std::lock_guard lock(shared.mutex);
+    shared.stopping = true;
+    thread = std::move(shared.thread);
+  }
+  shared.wake_thread();
+  shared.tell_hosts();
+  if (thread.joinable()) thread.join();
+}
+
 }  // namespace
 
-Program::Program(std::vector<std::shared_ptr<Graph>> parts) : parts_(std::move(parts)) {
+std::vector<std::shared_ptr<Launch>> StreamState::take_ended() {
+  std::vector<std::shared_ptr<Launch>> ended;
+  const auto take = [&](QueuedLaunch& place) {
+    if (place.launch) ended.push_back(std::move(place.launch));
+  };
+  // The thread still reads `next` of the place that it took last.
+  for (; num_dropped < num_taken.load(std::memory_order_acquire); num_dropped++) {
+    take(queue.front());
+    queue.pop_front();
+  }
+  if (queue.front().launch && queue.front().launch->done()) take(queue.front());
+  return ended;
+}
+
+// Orders in both directions are sequentially consistent: whoever goes to sleep says so before it looks for the last time,
+// and whoever has news looks for sleepers afterwards.
+void StreamState::wake_thread() {
+  if (!is_idle) return;
+  { const std::lock_guard lock(waiting); }
+  work.notify_one();
+}
+
+void StreamState::tell_hosts() {
+  if (!num_waiting) return;
+  { const std::lock_guard lock(waiting); }
+  finished.notify_all();
+}
+
+template <class Condition>
+bool StreamState::wait(double timeout_s, Condition condition) {
+  if (condition()) return true;
+  std::unique_lock lock(waiting);
+  num_waiting++;
+  const bool holds = finished.wait_for(lock, waiting_time(timeout_s), condition);
+  num_waiting--;
+  return holds;
+}
+
+// Null when the stream is stopped and nothing is left.
+QueuedLaunch* StreamState::wait_for_work(QueuedLaunch* last) {
+  if (QueuedLaunch* next = last->next) return next;
+  tell_hosts();
+  std::unique_lock lock(waiting);
+  is_idle = true;
+  work.wait(lock, [&] { return stopping || last->next.load(); });
+  is_idle = false;
+  return last->next;
+}
+
+Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass)
+    : parts_(std::move(parts)), first_pass_(first_pass) {
   if (parts_.empty()) throw std::invalid_argument("a program needs at least one graph");
+  if (first_pass_ >= parts_.size()) throw std::invalid_argument("the program has no such graph");
   threads_ = parts_.front()->threads();
   for (const auto& part : parts_) {
     if (!part || !part->size()) throw std::invalid_argument("a graph of the program holds no calls");
@@ -71,39 +145,29 @@ Program::Program(std::vector<std::shared_ptr<Graph>> parts) : parts_(std::move(p
   }
 }
 
-uint32_t Program::run(uint32_t* number) const {
-  return Pool::shared().run(lists_, threads_, scratch_bytes_, number);
+uint32_t Program::run(uint32_t* number, const WhenUnderWay* when_under_way) const {
+  return Pool::shared().run(lists_, threads_, scratch_bytes_, number, when_under_way);
 }
 
 void Program::replay() {
   uint32_t fault;
   {
-    const nb::gil_scoped_release released;
-    fault = run(nullptr);
+    const GilRelease released;
+    fault = run(nullptr, nullptr);
   }
   if (fault) throw std::out_of_range(describe_fault(fault));
 }
 
-bool Launch::done() const {
-  const std::lock_guard lock(shared_->mutex);
-  return done_;
-}
+bool Launch::done() const { return done_; }
 
 bool Launch::wait(double timeout_s) const {
-  const nb::gil_scoped_release released;
-  std::unique_lock lock(shared_->mutex);
-  return shared_->finished.wait_for(lock, waiting_time(timeout_s), [this] { return done_; });
+  const GilRelease released;
+  return shared_->wait(timeout_s, [this] { return done_.load(); });
 }
 
-std::string Launch::error() const {
-  const std::lock_guard lock(shared_->mutex);
-  return error_;
-}
+std::string Launch::error() const { return done_ ? error_ : std::string(); }
 
-uint32_t Launch::run() const {
-  const std::lock_guard lock(shared_->mutex);
-  return done_ ? run_ : 0;
-}
+uint32_t Launch::run() const { return done_ ? run_ : 0; }
 
 Stream::Stream() : shared_(std::make_shared<StreamState>()) {
   Registry& all = registry();
@@ -127,65 +191,62 @@ std::shared_ptr<Launch> Stream::launch(std::shared_ptr<Program> program) {
   {
     const std::lock_guard lock(shared_->mutex);
     if (shared_->stopping) throw std::runtime_error("the stream was stopped");
-    ended.swap(shared_->ended);
+    ended = shared_->take_ended();
     // The thread begins with the first launch, so that a process that only loads a model may fork.
-    if (!shared_->thread.joinable()) shared_->thread = std::thread(&Stream::work, shared_);
-    shared_->queue.push_back(launch);
+    if (!shared_->thread.joinable()) shared_->thread = std::thread(&Stream::work, shared_, &shared_->queue.front());
+    QueuedLaunch& before = shared_->queue.back();
+    shared_->queue.emplace_back().launch = launch;
+    shared_->num_launched++;
+    before.next = &shared_->queue.back();
   }
-  shared_->work.notify_one();
+  shared_->wake_thread();
   return launch;
 }
 
-void Stream::work(std::shared_ptr<StreamState> shared) {
-  std::unique_lock lock(shared->mutex);
-  for (;;) {
-    shared->work.wait(lock, [&] { return shared->stopping || !shared->queue.empty(); });
-    if (shared->queue.empty()) return;
-    const std::shared_ptr<Launch> launch = std::move(shared->queue.front());
-    shared->queue.pop_front();
-    std::string error;
-    if (shared->stopping) error = "the stream was stopped";
-    else if (!shared->failure.empty()) error = "an earlier round failed: " + shared->failure;
+void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
+  Pool::own_caller();
+  WhenUnderWay tell{[&shared] { shared->tell_hosts(); }};
+  while (QueuedLaunch* place = shared->wait_for_work(last)) {
+    Launch& launch = *place->launch;
+    shared->num_taken++;
+    last = place;
+    std::string& failure = shared->failure;
+    if (shared->stopping) launch.error_ = "the stream was stopped";
+    else if (!failure.empty()) launch.error_ = "an earlier round failed: " + failure;
     else {
-      shared->running = true;
-      lock.unlock();
+      tell.list = launch.program_->first_pass_;
       try {
-        if (const uint32_t fault = launch->program_->run(&launch->run_)) error = describe_fault(fault);
+        if (const uint32_t fault = launch.program_->run(&launch.run_, &tell)) failure = describe_fault(fault);
       } catch (const std::exception& exception) {
-        error = exception.what();
+        failure = exception.what();
       }
-      lock.lock();
-      shared->running = false;
-      shared->failure = error;
+      launch.error_ = failure;
     }
-    launch->error_ = std::move(error);
-    launch->done_ = true;
-    shared->ended.push_back(launch);
-    shared->finished.notify_all();
+    launch.done_ = true;  // from here on it may be gone
+    shared->num_ended++;
   }
 }
 
 bool Stream::reset(double timeout_s) {
   std::vector<std::shared_ptr<Launch>> ended;  // destroyed last, under the GIL again
-  const nb::gil_scoped_release released;
-  std::unique_lock lock(shared_->mutex);
-  const bool idle = shared_->finished.wait_for(lock, waiting_time(timeout_s), [this] {
-    return shared_->stopping || (shared_->queue.empty() && !shared_->running);
-  });
-  if (!idle) return false;
-  shared_->failure.clear();
-  ended.swap(shared_->ended);
+  const GilRelease released;
+  StreamState& shared = *shared_;
+  const auto has_ended = [&] { return shared.num_ended == shared.num_launched; };
+  if (!shared.wait(timeout_s, [&] { return shared.stopping || has_ended(); })) return false;
+  const std::lock_guard lock(shared.mutex);
+  if (has_ended()) shared.failure.clear();
+  ended = shared.take_ended();
   return true;
 }
 
 void Stream::stop() {
   {
-    const nb::gil_scoped_release released;
-    stop_stream(shared_);
+    const GilRelease released;
+    stop_stream(*shared_);
   }
   std::vector<std::shared_ptr<Launch>> ended;
   const std::lock_guard lock(shared_->mutex);
-  ended.swap(shared_->ended);
+  ended = shared_->take_ended();
 }
 
 void Stream::stop_all() {
@@ -197,7 +258,7 @@ void Stream::stop_all() {
       if (auto shared = stream.lock()) streams.push_back(std::move(shared));
   }
   for (const auto& shared : streams)
-    if (!is_forked(shared)) stop_stream(shared);
+    if (!is_forked(shared)) stop_stream(*shared);
 }
 
 }  // namespace sparkgap

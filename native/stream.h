@@ -1,13 +1,10 @@
 // An ordered stream of launches on a thread of its own: what is launched runs in order, without the GIL and without
 // the host.
 #pragma once
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "executor.h"
@@ -18,7 +15,9 @@ namespace sparkgap {
 // Graphs that are replayed one after another by one launch.
 class Program {
  public:
-  explicit Program(std::vector<std::shared_ptr<Graph>> parts);
+  // `first_pass`: the graph in which the host may be told of launches that ended before: until its first call has run,
+  // nothing shall come between a launch and the next.
+  explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0);
 
   size_t size() const { return parts_.size(); }
   void replay();  // on the caller's thread, GIL released
@@ -26,15 +25,17 @@ class Program {
  private:
   friend class Stream;
 
-  uint32_t run(uint32_t* number) const;
+  uint32_t run(uint32_t* number, const WhenUnderWay* when_under_way) const;
 
   std::vector<std::shared_ptr<Graph>> parts_;
+  size_t first_pass_;
   std::vector<CallList> lists_;
   size_t scratch_bytes_ = 0;
   int threads_ = 1;
 };
 
 struct StreamState;  // what a stream's thread and its users share
+struct QueuedLaunch;
 
 // One launch of a program. Made by `Stream::launch`.
 class Launch {
@@ -52,13 +53,16 @@ class Launch {
 
   std::shared_ptr<Program> program_;
   std::shared_ptr<StreamState> shared_;
-  bool done_ = false;  // this and the following under the shared mutex
-  std::string error_;
+  std::string error_;  // this and the following belong to the stream's thread until `done_`
   uint32_t run_ = 0;
+  std::atomic<bool> done_{false};
 };
 
 // Runs launches first in, first out. After one that fails, those behind it fail without running, until `reset`: they
 // would begin from what it left half done.
+//
+// Between two launches the thread takes no lock and makes no system call. Whoever waits for one is woken when the next
+// is under way, since the system may give the core that wakes a thread to that thread.
 class Stream {
  public:
   Stream();
@@ -75,7 +79,7 @@ class Stream {
   static void stop_all();  // every stream of the process
 
  private:
-  static void work(std::shared_ptr<StreamState> shared);
+  static void work(std::shared_ptr<StreamState> shared, QueuedLaunch* last);
 
   std::shared_ptr<StreamState> shared_;
 };

@@ -18,7 +18,7 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.engine import Engine
-from sparkgap.engine.loading import load_engine, lookup_tokens
+from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
@@ -288,7 +288,7 @@ class LLM:
         }
 
     def _speculation_info(self) -> dict[str, Any] | None:
-        chosen, number = self._loaded.speculation, lookup_tokens(self.config)
+        chosen, number = self._loaded.speculation, self.config.lookup_tokens
         if chosen is None:
             if not number or self.config.speculative_config is None:
                 return None

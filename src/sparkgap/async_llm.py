@@ -326,9 +326,15 @@ class _Readers:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences of all requests that have not ended."""
         return sum(number for _, number in list(self._streams.values()))
 
     def open(self, request: Request, stream: RequestStream) -> None:
+        """`stream` reads a request from now on.
+
+        Raises:
+            ConfigError: a request of that id has not ended.
+        """
         if request.request_id in self._streams:
             raise ConfigError(f"request id {request.request_id} is in use; give each request its own")
         self._streams[request.request_id] = (stream, request.params.n)

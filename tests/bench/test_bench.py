@@ -14,6 +14,7 @@ from sparkgap.bench.check import check_greedy, first_difference
 from sparkgap.bench.distribution import _Groups, check_distribution, chi_square
 from sparkgap.bench.prompts import BenchPrompt, EncodedPrompt, builtin_prompts, encode_prompts, read_prompts
 from sparkgap.cli import bench_options, main
+from sparkgap.cli.bench_options import PromptOptions
 from sparkgap.config import EXECUTION_MODES
 from sparkgap.errors import ConfigError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
@@ -137,8 +138,9 @@ def test_nothing_speculated_is_no_success(pair, tmp_path, prompts):
 def test_check_command(command, monkeypatch):
     status, out, err = command("check", "--max-tokens", "20")
     assert (status, err) == (0, "")
-    assert "batch size 1: 0 of 3 prompts differ" in out
-    assert "batch size 8: 0 of 3 prompts differ" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert [(row[2], row[3], row[-1]) for row in rows[1:3]] == [("1", "3", "identical"), ("8", "3", "identical")]
+    assert out.endswith("identical token ids with and without speculation, in 2 combinations\n")
     status, out, _ = command("check", "--max-tokens", "20", "--batch-size", "2", "--limit", "2", "--json")
     report = json.loads(out)
     assert (status, report["identical"]) == (0, True)
@@ -207,6 +209,21 @@ def test_prompt_files(tmp_path):
             read_prompts(file)
     with pytest.raises(PromptError, match="cannot read"):
         read_prompts(tmp_path / "none")
+
+
+def test_a_limit_takes_an_even_spread_of_a_file(tmp_path):
+    file = tmp_path / "sorted.jsonl"
+    lines = [{"prompt": str(number), "category": "abc"[number // 4]} for number in range(12)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def taken(limit):
+        return [prompt.text for prompt in PromptOptions(prompts=file, limit=limit).read()]
+
+    assert taken(3) == ["0", "4", "8"]
+    assert taken(5) == ["0", "2", "4", "7", "9"]
+    assert taken(1) == ["0"]
+    assert taken(12) == taken(20) == taken(None) == [str(number) for number in range(12)]
+    assert [p.text for p in PromptOptions(limit=4).read()] == [p.text for p in builtin_prompts()[:4]]
 
 
 def test_builtin_prompts_are_distinct_and_of_three_categories(llm):
@@ -353,11 +370,13 @@ def test_modes_command(command, monkeypatch):
         "check", "--max-tokens", "12", "--batch-size", "2", "--mode", "eager", "--mode", "compact"
     )
     assert (status, err) == (0, "")
-    assert "eager, batch size 2: 0 of 3 prompts differ" in out
-    assert "compact, batch size 2: 0 of 3 prompts differ" in out
-    assert "with and without speculation, in 2 modes" in out
-    arguments = ["check", "--max-tokens", "12", "--json", "--num-speculative-tokens", "2"]
-    arguments += [part for mode in EXECUTION_MODES for part in ("--mode", mode)]
+    rows = [line.split() for line in out.splitlines()]
+    assert [(row[0], row[2], row[-1]) for row in rows[1:3]] == [
+        ("eager", "2", "identical"),
+        ("compact", "2", "identical"),
+    ]
+    assert "with and without speculation, in 2 combinations" in out
+    arguments = ["check", "--max-tokens", "12", "--json", "--num-speculative-tokens", "2", "--mode", "all"]
     report = json.loads(command(*arguments)[1])
     assert report["identical"]
     assert report["same_in_all_modes"]
@@ -368,7 +387,7 @@ def test_modes_command(command, monkeypatch):
     monkeypatch.setattr(CapturedPasses, "decode", lambda self, batch: flipped(Passes.decode(self, batch)))
     status, out, _ = command("check", "--max-tokens", "12", "--mode", "eager", "--mode", "masked")
     assert status == 1
-    assert "different modes" in out
+    assert "with different settings" in out
 
 
 def flipped(output):
@@ -393,7 +412,8 @@ def test_progress_lines_without_a_terminal(command, monkeypatch):
     monkeypatch.setattr(bench_options, "PROGRESS_LINE_S", 0.0)
     status, _, err = command("check", "--max-tokens", "4", "--batch-size", "2")
     assert status == 0
-    assert err == "Checking: 2 of 3\nChecking: 3 of 3\n"
+    plain = "Decoding without speculation"
+    assert err == f"{plain}: 2 of 3\n{plain}: 3 of 3\nChecking: 2 of 3\nChecking: 3 of 3\n"
     _, _, err = command("check", "--temperature", "3", "--samples", "60", "--limit", "1", "--mode", "compact")
     assert err == "Sampling compact: 32 of 60\nSampling compact: 60 of 60\n"
 

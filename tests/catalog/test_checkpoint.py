@@ -82,6 +82,28 @@ def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
         open_checkpoint(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
+def test_a_link_to_nothing_is_not_a_file_that_is_absent(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("blobs/gone")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to blobs/gone, which is missing"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
     write_model(tmp_path, shards=2)
     shard = tmp_path / "model-00002-of-00002.safetensors"

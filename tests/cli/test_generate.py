@@ -29,6 +29,24 @@ def test_the_footer_says_what_became_of_drafts(sparkgap: Callable[..., Any], llm
         assert ", 1.75 of 2.5 draft tokens accepted a round" in sparkgap("generate", "hi", *extra).err
     llm.drafts = {"draft_rounds": 4, "draft_tokens": 28, "accepted_draft_tokens": 0, "accepted_per_round": 0.0}
     assert ", 0.00 of 7 draft tokens accepted a round" in sparkgap("generate", "hi").err
+    llm.drafts = {"not_speculated": {"too long": 2, "the last tokens stood nowhere before": 9}}
+    nothing = ", 0 of 0 draft tokens accepted: the last tokens stood nowhere before"
+    for extra in ([], ["--no-stream"]):
+        assert nothing in sparkgap("generate", "hi", *extra).err
+
+
+def test_json_has_no_more_digits_than_it_means(sparkgap: Callable[..., Any], llm: Any) -> None:
+    llm.drafts = {
+        "draft_rounds": 3,
+        "acceptance_rate": 1 / 3,
+        "acceptance_by_position": [2 / 3, 0.0],
+        "accepted_per_round": 7 / 3,
+        "queue_ms": 0.123456789,
+    }
+    metrics = json.loads(sparkgap("generate", "hi", "--json").out)["metrics"]
+    assert (metrics["acceptance_rate"], metrics["acceptance_by_position"]) == (0.3333, [0.6667, 0.0])
+    assert (metrics["accepted_per_round"], metrics["queue_ms"]) == (2.3333, 0.1235)
+    assert (metrics["draft_rounds"], metrics["prompt_tokens"]) == (3, 2)
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-stream"], ["--json"]])

@@ -2,13 +2,16 @@
 
 import gc
 import math
+import queue
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
 import torch
 
+from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
 from sparkgap.device.stream import CpuProgram, CpuStream
 from sparkgap.ops.native_kernels import NativeKernels
@@ -120,6 +123,65 @@ def test_what_a_program_uses_lives_as_long_as_it_and_no_longer() -> None:
     assert stream.reset(WAIT_S)
     gc.collect()
     assert alive() is None
+
+
+def test_later_launches_let_go_of_what_has_ended() -> None:
+    kernels = NativeKernels(threads=1)
+    table = torch.arange(8.0).view(4, 2)
+    alive = weakref.ref(table)
+    graph, _ = lookup(kernels, torch.tensor([1]), table)
+    program, stream = CpuProgram([("look up", graph)]), CpuStream()
+    assert stream.launch(program).wait(WAIT_S)
+    del table, graph, program
+    other, _ = counting(kernels)
+    for _ in range(2):
+        assert stream.launch(other).wait(WAIT_S)
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_whoever_waits_is_woken(threads: int) -> None:
+    """Several threads wait for launches and resets of one stream, while programs follow each other or it runs dry."""
+    program, total = counting(NativeKernels(threads=threads))
+    stream, launches = CpuStream(), queue.SimpleQueue[_native.Launch | None]()
+    missed: list[str] = []
+
+    def wait() -> None:
+        while (launch := launches.get()) is not None:
+            if not launch.wait(WAIT_S) or launch.error:
+                missed.append(launch.error or "not woken")
+
+    waiting = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    for number in range(1000):
+        launch = stream.launch(program)
+        launches.put(launch)
+        if number % 7 == 0:
+            launch.wait(WAIT_S)
+        if number % 50 == 0:
+            assert stream.reset(WAIT_S)
+            assert launch.done
+    for _ in waiting:
+        launches.put(None)
+    for thread in waiting:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert missed == []
+    assert total.item() == 1000
+
+
+def test_programs_name_their_first_pass() -> None:
+    kernels = NativeKernels(threads=1)
+    add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
+    program, stream = CpuProgram([("begin", add), ("draft", add)], first_pass="draft"), CpuStream()
+    launches = [stream.launch(program) for _ in range(20)]
+    assert all(launch.wait(WAIT_S) for launch in launches)
+    with pytest.raises(ValueError, match="not in"):
+        CpuProgram([("begin", add)], first_pass="target")
+    with pytest.raises(ValueError, match="no such graph"):
+        _native.Program([add.native], 1)
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,19 @@ def test_looking_up_and_remembering_equal_the_reference(
     assert torch.equal(ours[1], expected[1])
 
 
+@pytest.mark.parametrize("accepted", [-1, 3, 2**40])
+def test_more_accepted_tokens_than_a_round_has_are_a_fault(accepted: int) -> None:
+    results = torch.tensor([[accepted, 0, 11, 12, 13]])
+    for kernels in (NativeKernels(threads=1), REFERENCE):
+        texts, position = torch.zeros((1, 9), dtype=torch.int32), torch.tensor([2])
+        with pytest.raises(IndexError):
+            kernels.remember(texts, torch.tensor([0], dtype=torch.int32), position, results)
+        assert not texts.any()
+        # A sequence that only pads has no result worth a look.
+        kernels.remember(texts, torch.tensor([-1], dtype=torch.int32), position, results)
+        kernels.remember(texts[:0], torch.zeros(0, dtype=torch.int32), position[:0], results[:0])
+
+
 def test_a_text_that_is_not_there_is_a_fault_and_wrong_lengths_are_refused() -> None:
     kernels = NativeKernels(threads=1)
     texts, positions = torch.zeros((2, 5), dtype=torch.int32), torch.tensor([3])

@@ -1,7 +1,8 @@
 """Whether greedy output is the same token ids with and without speculation.
 
-Both runs use the same weights and engine: requests without speculation take plain rounds, in the row shapes of an
-engine that has no drafter.
+Requests without speculation take plain rounds, in the row shapes of an engine that has no drafter. As rows are
+independent, plain tokens are the same at every batch size and in every execution mode: one plain run (`decode_plain`)
+serves many checks of the same target.
 """
 
 from collections import Counter
@@ -77,8 +78,8 @@ class BatchCheck:
         draft_rounds, draft_tokens, accepted_draft_tokens: of the runs with speculation.
         not_speculated: plain rounds of the runs with speculation, by reason.
         differences: one for each prompt that differs.
-        digest: SHA-256 of all token ids of the runs without speculation; two checks of the same prompts with equal
-            digests compared the same tokens.
+        digest: SHA-256 of all token ids of the runs with speculation; two checks of the same prompts with equal
+            digests had the same tokens.
     """
 
     batch_size: int
@@ -92,21 +93,49 @@ class BatchCheck:
     digest: str = ""
 
 
-def check_greedy(
+def decode_plain(
     llm: LLM,
     prompts: Sequence[EncodedPrompt],
     *,
     max_tokens: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda number: None,
+) -> list[list[int]]:
+    """Token ids of every prompt's greedy answer without speculation.
+
+    Args:
+        llm: with a drafter or without.
+        prompts, max_tokens, batch_size, advance: as `check_greedy`.
+
+    Raises:
+        EngineError: computing failed.
+    """
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=False)
+    answers = []
+    for group in batches(prompts, batch_size):
+        answers += [_token_ids(output) for output in _complete(llm, group, params)]
+        advance(len(group))
+    return answers
+
+
+def check_greedy(
+    llm: LLM,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    max_tokens: int,
+    batch_size: int,
+    plain: Sequence[list[int]] | None = None,
+    advance: Callable[[int], None] = lambda number: None,
 ) -> BatchCheck:
-    """Complete every prompt with and without speculation and compare token ids.
+    """Complete every prompt with speculation, and compare token ids with those without.
 
     Args:
         llm: a model with a drafter.
         prompts: at least one.
         max_tokens: most output tokens of each.
         batch_size: prompts that run together.
+        plain: what `decode_plain` gave for these prompts and `max_tokens`; None decodes plainly on `llm`, at the same
+            batch size.
         advance: told how many prompts are done.
 
     Raises:
@@ -114,17 +143,22 @@ def check_greedy(
         EngineError: computing failed.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    num_tokens, digest = 0, sha256()
+    num_tokens, digest, done = 0, sha256(), 0
     metrics: list[RequestMetrics] = []
     differences: list[Difference] = []
     for group in batches(prompts, batch_size):
-        plain = _complete(llm, group, replace(params, speculation=False))
-        speculative = _complete(llm, group, params)
-        for output in plain:
-            num_tokens += len(_completion(output).token_ids)
-            digest.update(repr(_completion(output).token_ids).encode())
-        metrics += [output.metrics for output in speculative if output.metrics is not None]
-        differences += _differences(llm, group, params, batch_size, plain, speculative)
+        if plain is None:
+            expected = decode_plain(llm, group, max_tokens=max_tokens, batch_size=batch_size)
+        else:
+            expected = list(plain[done : done + len(group)])
+        outputs = _complete(llm, group, params)
+        answers = [_token_ids(output) for output in outputs]
+        num_tokens += sum(len(token_ids) for token_ids in expected)
+        for token_ids in answers:
+            digest.update(repr(token_ids).encode())
+        metrics += [output.metrics for output in outputs if output.metrics is not None]
+        differences += _differences(llm, group, params, batch_size, expected, answers)
+        done += len(group)
         advance(len(group))
     not_speculated: Counter[str] = Counter()
     for request in metrics:
@@ -165,18 +199,19 @@ def _completion(output: RequestOutput) -> CompletionOutput:
     return output.outputs[0]
 
 
+def _token_ids(output: RequestOutput) -> list[int]:
+    return _completion(output).token_ids
+
+
 def _differences(
     llm: LLM,
     group: Sequence[EncodedPrompt],
     params: SamplingParams,
     batch_size: int,
-    plain: Sequence[RequestOutput],
-    speculative: Sequence[RequestOutput],
+    plain: Sequence[list[int]],
+    speculative: Sequence[list[int]],
 ) -> list[Difference]:
-    positions = [
-        first_difference(_completion(a).token_ids, _completion(b).token_ids)
-        for a, b in zip(plain, speculative, strict=True)
-    ]
+    positions = [first_difference(a, b) for a, b in zip(plain, speculative, strict=True)]
     if all(position is None for position in positions):
         return []
     # What is compared runs as users run it; log-probabilities come from a second run of the same batch.
@@ -188,18 +223,18 @@ def _differences(
             prompt_id=group[index].prompt.id,
             batch_size=batch_size,
             position=position,
-            plain=_side(llm, position, _completion(plain[index]), _completion(plain_again[index])),
-            speculative=_side(llm, position, _completion(speculative[index]), _completion(speculative_again[index])),
+            plain=_side(llm, position, plain[index], _completion(plain_again[index])),
+            speculative=_side(llm, position, speculative[index], _completion(speculative_again[index])),
         )
         for index, position in enumerate(positions)
         if position is not None
     ]
 
 
-def _side(llm: LLM, position: int, run: CompletionOutput, again: CompletionOutput) -> Side:
-    token_ids = run.token_ids[position : position + _CONTINUATION_TOKENS]
+def _side(llm: LLM, position: int, answer: list[int], again: CompletionOutput) -> Side:
+    token_ids = answer[position : position + _CONTINUATION_TOKENS]
     top: list[Candidate] = []
-    repeated = run.token_ids[: position + 1] == again.token_ids[: position + 1]
+    repeated = answer[: position + 1] == again.token_ids[: position + 1]
     if token_ids and repeated and again.logprobs is not None:
         table = sorted(again.logprobs[position].items(), key=lambda item: item[1].rank)
         top = [Candidate(token_id, entry.decoded_token, entry.logprob) for token_id, entry in table[:_ALTERNATIVES]]

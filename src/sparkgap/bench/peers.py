@@ -118,11 +118,12 @@ class _Arrivals:
         self.times_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
+        """Tokens have come: the prompt's first, then one at a time."""
         del value
         self.times_s.append(time.perf_counter())
 
     def end(self) -> None:
-        pass
+        """Nothing more comes."""
 
 
 class LlamaCppPeer:

@@ -81,6 +81,13 @@ def read_prompts(file: Path) -> list[BenchPrompt]:
     return [_from_json(line, f"prompts file {file}, line {number}", f"line {number}") for number, line in numbered]
 
 
+def spread(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
+    """`limit` of some prompts, in order and at even distances from the first on; all where there are no more."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    return [prompts[index * len(prompts) // limit] for index in range(limit)]
+
+
 def _from_json(line: str, where: str, default_id: str) -> BenchPrompt:
     try:
         entry: Any = json.loads(line)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint
+from sparkgap.catalog.json_files import is_there
 from sparkgap.catalog.quantization import CheckpointQuantization
 from sparkgap.errors import ConfigError
 
@@ -82,7 +83,7 @@ def _write_tokenizer(directory: Path, original: Checkpoint) -> None:
     generation: dict[str, Any] = {}
     if original.path.is_dir():
         for name in (*_TOKENIZER_FILES, "generation_config.json"):
-            if (original.path / name).exists():
+            if is_there(original.path / name):
                 shutil.copyfile(original.path / name, directory / name)
     else:
         original.tokenizer.save(directory)

@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparkgap.catalog.json_files import read_json
+from sparkgap.catalog.json_files import is_there, missing_file, read_json
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,7 +41,7 @@ class SafetensorsSource:
 
     def _check_index(self, opened: Mapping[Path, Any]) -> None:
         index = self.directory / INDEX_NAME
-        if not index.exists():
+        if not is_there(index):
             return
         contents = {path: frozenset(file.keys()) for path, file in opened.items()}
         for name, file_name in read_json(index)["weight_map"].items():
@@ -89,10 +89,10 @@ class SafetensorsSource:
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
-    if index.exists():
+    if is_there(index):
         return _shards(index)
     single = directory / "model.safetensors"
-    if single.exists():
+    if is_there(single):
         return [single]
     files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if files:
@@ -121,7 +121,10 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
-    path.open("rb").close()  # the library tells neither a directory nor a lack of permission from damage
+    try:
+        path.open("rb").close()  # the library tells neither a directory nor a lack of permission from damage
+    except FileNotFoundError as error:
+        raise missing_file(path) from error
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from sparkgap.catalog.chat_template import render_template
-from sparkgap.catalog.json_files import read_json, read_optional_json
+from sparkgap.catalog.json_files import is_there, missing_file, read_json, read_optional_json
 from sparkgap.errors import CheckpointError, PromptError, UnsupportedModelError
 
 _LONG_TEXT_CHARACTERS = 4096
@@ -57,13 +57,13 @@ class Tokenizer:
             UnsupportedModelError: there is a tokenizer, and no tokenizer.json.
         """
         path = directory / "tokenizer.json"
-        if not path.exists():
+        if not is_there(path):
             for other in ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json"):
                 if (directory / other).exists():
                     raise UnsupportedModelError(
                         f"{directory} has {other} and no tokenizer.json; save it with transformers to get one"
                     )
-            raise CheckpointError(f"{path} is missing; the model directory is incomplete, copy it again")
+            raise missing_file(path)
         read_json(path)
         config = read_optional_json(directory / "tokenizer_config.json")
         specials = {**read_optional_json(directory / "special_tokens_map.json"), **config}
@@ -219,9 +219,11 @@ def _is_unicode(text: str) -> bool:
 
 def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.exists():
+    if is_there(path):
         try:
             return path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise missing_file(path) from error
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read as UTF-8 text; copy it again") from error
     older = read_optional_json(directory / "chat_template.json")

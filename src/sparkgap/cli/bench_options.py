@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparkgap.bench.prompts import BenchPrompt, builtin_prompts, read_prompts
+from sparkgap.bench.prompts import BenchPrompt, builtin_prompts, read_prompts, spread
 from sparkgap.cli import loading
 from sparkgap.cli.console import stderr_console
 from sparkgap.cli.options import EngineOptions
@@ -37,13 +37,16 @@ class PromptOptions:
         Path | None,
         _prompts("--prompts", metavar="FILE", help="JSONL with prompt, id, category, or text with one prompt a line."),
     ] = None
-    limit: Annotated[int | None, _prompts("--limit", help="Use the first of them only.")] = None
+    limit: Annotated[int | None, _prompts("--limit", help="Use only so many, spread evenly over a file.")] = None
     raw: Annotated[
         bool, _prompts("--raw", help="Continue the prompts as they are, without the model's chat template.")
     ] = False
 
     def read(self, builtin: Sequence[BenchPrompt] | None = None, limit: int | None = None) -> list[BenchPrompt]:
         """The prompts of the file, else the built-in ones.
+
+        A limit takes the first of the built-in ones, which are in turn of every category, and an even spread of a
+        file's, which may be sorted.
 
         Args:
             builtin: other built-in prompts than the usual.
@@ -56,9 +59,8 @@ class PromptOptions:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit must be at least 1, got {self.limit}")
         if self.prompts is not None:
-            prompts = read_prompts(self.prompts)
-        else:
-            prompts = builtin_prompts() if builtin is None else list(builtin)
+            return spread(read_prompts(self.prompts), self.limit or limit)
+        prompts = builtin_prompts() if builtin is None else list(builtin)
         return prompts[: self.limit or limit]
 
 
@@ -120,11 +122,17 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error; a line every few seconds when that is not a terminal."""
+def progress_bar(description: str, total: int, *, transient: bool = False) -> Iterator[Advance]:
+    """A bar on standard error; a line every few seconds when that is not a terminal.
+
+    Args:
+        description: what is done.
+        total: items.
+        transient: whether the bar goes away at the end.
+    """
     console = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=transient, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
 
         done, told_s = 0, time.monotonic()

@@ -1,7 +1,6 @@
 """`sparkgap generate`: answer one prompt."""
 
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +8,7 @@ import typer
 from sparkgap.cli import loading
 from sparkgap.cli.console import print_json, print_note, use_utf8_output, write_text
 from sparkgap.cli.options import EngineOptions, SamplingOptions
-from sparkgap.cli.prompts import read_prompt
+from sparkgap.cli.prompts import PromptSource
 from sparkgap.cli.report import footer, generation_report
 from sparkgap.cli.streaming import show_stream
 from sparkgap.config import SamplingParams
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="Read the prompt from a file.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
-    ] = False,
+    asked: PromptSource,
     n: Annotated[int, typer.Option("-n", help="Number of answers.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Most probable tokens to report a position; needs --json.")
@@ -44,12 +36,14 @@ def generate(
     Decoding is greedy unless --temperature says otherwise.
     """
     use_utf8_output()
-    text = read_prompt(prompt, prompt_file)
+    text = asked.read()
     config = engine.config()
     params = sampling.params(n=n, logprobs=logprobs)
-    _check_options(system=system, raw=raw, logprobs=logprobs, as_json=as_json)
+    asked.check()
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs are part of the JSON report; add --json")
     llm = loading.load_llm(config)
-    request = make_request(llm, text, system=system, raw=raw)
+    request = make_request(llm, text, system=asked.system, raw=asked.raw)
     if as_json:
         output = complete(llm, request, params)
         print_json(generation_report(output, params, llm.graph_counts()))
@@ -57,13 +51,6 @@ def generate(
         _print_complete(complete(llm, request, params))
     else:
         _print_stream(_stream(llm, request, params))
-
-
-def _check_options(*, system: str | None, raw: bool, logprobs: int | None, as_json: bool) -> None:
-    if raw and system is not None:
-        raise ConfigError("--system needs the chat template that --raw turns off; use one of them")
-    if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs are part of the JSON report; add --json")
 
 
 def make_request(llm: "LLM", text: str, *, system: str | None, raw: bool) -> str | list[dict[str, str]]:

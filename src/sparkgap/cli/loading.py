@@ -63,13 +63,11 @@ def num_draft_tokens(config: EngineConfig) -> int:
         SparkgapError: no drafter is named and none comes with Sparkgap for the model, it is not found, damaged, or of a
             kind that is not supported.
     """
+    if config.lookup_tokens:
+        return config.lookup_tokens
     _fetch_drafter(config)
     from sparkgap.catalog.checkpoint import open_checkpoint
-    from sparkgap.engine.loading import lookup_tokens
     from sparkgap.engine.speculation import find_drafter, find_shipped_drafter
-
-    if looked_up := lookup_tokens(config):
-        return looked_up
 
     found = find_drafter(config)
     if found is None:

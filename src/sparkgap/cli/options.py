@@ -234,22 +234,28 @@ class SamplingOptions:
 
 
 def with_option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with each parameter whose type is an option group replaced by the group's own options."""
+    """`command` with each parameter whose type is an option group replaced by the group's own options.
+
+    A parameter of the command's own takes the place of a group's option of the same name, whose field then has its
+    default.
+    """
     groups: dict[str, type[Any]] = {}
     parameters: list[inspect.Parameter] = []
     hints = get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
+    signature = inspect.signature(command).parameters
+    own = {name for name in signature if not is_dataclass(hints[name])}
+    for parameter in signature.values():
         hint = hints[parameter.name]
         if is_dataclass(hint) and isinstance(hint, type):
             groups[parameter.name] = hint
-            parameters += _group_parameters(hint)
+            parameters += [option for option in _group_parameters(hint) if option.name not in own]
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         built = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            name: group(**{field.name: values.pop(field.name) for field in fields(group) if field.name not in own})
             for name, group in groups.items()
         }
         return command(**values, **built)

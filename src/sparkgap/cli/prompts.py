@@ -1,9 +1,34 @@
 """Where a prompt comes from: an argument, a file or standard input."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from sparkgap.errors import PromptError
+import typer
+
+from sparkgap.errors import ConfigError, PromptError
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """The one prompt of a command, and how the model is asked."""
+
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)] = None
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="Read the prompt from a file.")] = None
+    system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
+    ] = False
+
+    def read(self) -> str:
+        """The prompt's text. Raises what `read_prompt` raises."""
+        return read_prompt(self.prompt, self.prompt_file)
+
+    def check(self) -> None:
+        """Raises ConfigError when the options contradict each other."""
+        if self.raw and self.system is not None:
+            raise ConfigError("--system needs the chat template that --raw turns off; use one of them")
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

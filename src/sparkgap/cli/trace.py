@@ -12,7 +12,7 @@ from sparkgap.cli.console import print_json, print_note, use_utf8_output
 from sparkgap.cli.generate import complete, make_request
 from sparkgap.cli.latency import MATRIX_MODES
 from sparkgap.cli.options import EngineOptions, MaxTokens, SamplingOptions
-from sparkgap.cli.prompts import read_prompt
+from sparkgap.cli.prompts import PromptSource
 from sparkgap.cli.trace_report import print_intervals
 from sparkgap.config import EXECUTION_MODES, EngineConfig
 from sparkgap.errors import ConfigError
@@ -35,14 +35,7 @@ class TracedSampling(SamplingOptions):
 def trace(
     engine: EngineOptions,
     sampling: TracedSampling,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="Read the prompt from a file.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
-    ] = False,
+    asked: PromptSource,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the trace goes; what is there is replaced.")
     ] = Path("sparkgap-trace.json"),
@@ -65,10 +58,9 @@ def trace(
     Exit status: 0; 1 when a recording changed a token or modes gave different ones; 2 on bad input.
     """
     use_utf8_output()
-    text = read_prompt(prompt, prompt_file)
+    text = asked.read()
     config, params = engine.config(), sampling.params()
-    if raw and system is not None:
-        raise ConfigError("--system needs the chat template that --raw turns off; use one of them")
+    asked.check()
     _check_output(output)
     models = {name: loading.load_llm(wanted) for name, wanted in _configs(config, compare, mode or []).items()}
     from sparkgap.bench.machine import machine_facts
@@ -76,7 +68,7 @@ def trace(
     from sparkgap.bench.trace.requests import mode_of, trace_request
 
     def ask(llm: "LLM", params: Any) -> Any:
-        return complete(llm, make_request(llm, text, system=system, raw=raw), params)
+        return complete(llm, make_request(llm, text, system=asked.system, raw=asked.raw), params)
 
     traced = {name or mode_of(llm.info()): trace_request(llm, ask, params) for name, llm in models.items()}
     same = len({tuple(request.output.outputs[0].token_ids) for request in traced.values()}) == 1

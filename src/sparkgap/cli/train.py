@@ -98,6 +98,10 @@ def train(
     evaluation_prompts: Annotated[
         Path | None, _option(None, help="User turns to measure on at the end; never trained on.")
     ] = None,
+    start_from: Annotated[
+        Path | None,
+        _option(_TRAINING, help="Drafter to start from: one of the same sizes; its draft vocabulary may be another."),
+    ] = None,
     device: Annotated[str, _option(None, help="auto, cpu, or an accelerator such as cuda.")] = "auto",
     threads: Annotated[int | None, _option(None, help="Compute threads; default: torch's choice.")] = None,
     workers: Annotated[
@@ -119,6 +123,7 @@ def train(
         workers=workers,
         seed=seed,
         evaluation_prompts=evaluation_prompts,
+        start_from=start_from,
         conversation=ConversationConfig(
             answer_tokens=answer_tokens,
             lanes=lanes,

@@ -108,6 +108,12 @@ class EngineConfig:
     context_graph: str = "auto"
     allow_download: bool = True
 
+    @property
+    def lookup_tokens(self) -> int:
+        """Draft tokens a round where they are only looked up; 0 with a drafter, and without speculation."""
+        wanted = self.speculative_config
+        return 0 if not self.speculation or wanted is None else wanted.lookup_tokens
+
     def __post_init__(self) -> None:
         for name in ("graphs", "task_pipeline"):
             if isinstance(getattr(self, name), bool):

@@ -52,6 +52,11 @@ class SpeculativeConfig:
         return self.method != "ngram"
 
     @property
+    def lookup_tokens(self) -> int:
+        """Draft tokens a round where they are only looked up; 0 with a drafter."""
+        return 0 if self.needs_drafter else self.num_speculative_tokens or NGRAM_TOKENS
+
+    @property
     def lookup_lengths(self) -> tuple[int, int] | None:
         """Fewest and most last tokens that are looked up; None when nothing is."""
         longest = self.prompt_lookup_max

@@ -9,13 +9,19 @@ from sparkgap.device.cpu import CpuGraph
 class CpuProgram:
     """Graphs that one launch replays one after another. Keeps them, and all that they read and write, alive.
 
+    Args:
+        graphs: with their names.
+        first_pass: name of the graph with which the launch is under way. Who waits for the launch before is woken
+            once its first call has run, and not between the two launches.
+
     Attributes:
         names: of the graphs, in order, for those who look at the times of a launch.
     """
 
-    def __init__(self, graphs: Sequence[tuple[str, CpuGraph]]) -> None:
+    def __init__(self, graphs: Sequence[tuple[str, CpuGraph]], first_pass: str | None = None) -> None:
         self.names = tuple(name for name, _ in graphs)
-        self._native = _native.Program([graph.native for _, graph in graphs])
+        first = 0 if first_pass is None else self.names.index(first_pass)
+        self._native = _native.Program([graph.native for _, graph in graphs], first)
 
     def replay(self) -> None:
         """Run it on this thread.

@@ -11,7 +11,7 @@ import torch
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.quantization import CheckpointQuantization
-from sparkgap.config import NGRAM_TOKENS, EngineConfig, SpeculativeConfig
+from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
@@ -145,8 +145,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         passes = _capture(config, kernels, passes, speculation, max_model_len)
     if speculation is not None:
         runner: PlainRunner = SpeculativeRunner(target, caches, sampler, speculation, passes)
-    elif (lookup := _lookup(config)) is not None:
-        runner = LookupRunner(target, caches, sampler, lookup, lookup_tokens(config), max_model_len, passes)
+    elif config.lookup_tokens and (lookup := _prompt_lookup(config.speculative_config)) is not None:
+        runner = LookupRunner(target, caches, sampler, lookup, config.lookup_tokens, max_model_len, passes)
     else:
         runner = PlainRunner(target, caches, sampler, passes)
     facts = _engine_facts(config, passes, speculation)
@@ -284,22 +284,9 @@ def _allocate(
     return caches[0], caches[1] if chosen is not None else []
 
 
-def lookup_tokens(config: EngineConfig) -> int:
-    """Draft tokens a round without a drafter; 0 where nothing is drafted."""
-    wanted = config.speculative_config
-    if not config.speculation or wanted is None or wanted.needs_drafter:
-        return 0
-    return wanted.num_speculative_tokens or NGRAM_TOKENS
-
-
-def _prompt_lookup(wanted: SpeculativeConfig) -> PromptLookup | None:
-    return None if wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
-
-
-def _lookup(config: EngineConfig) -> PromptLookup | None:
-    """What finds drafts where no drafter does; None where nothing is drafted."""
-    wanted = config.speculative_config
-    return _prompt_lookup(wanted) if wanted is not None and lookup_tokens(config) else None
+def _prompt_lookup(wanted: SpeculativeConfig | None) -> PromptLookup | None:
+    """What finds drafts in a sequence's own past; None where nothing is looked up."""
+    return None if wanted is None or wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
 
 
 def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int) -> Speculation:
@@ -318,7 +305,7 @@ def _capture(
     config: EngineConfig, kernels: NativeKernels, passes: Passes, speculation: Speculation | None, max_model_len: int
 ) -> CapturedPasses:
     policy = None if speculation is None else speculation.length_policy
-    looked_up = lookup_tokens(config)
+    looked_up = config.lookup_tokens
     verified = (looked_up,) if looked_up else () if policy is None else draft_lengths(policy.lengths[0])[1:]
     captured = CapturedPasses(
         passes.target,
@@ -341,7 +328,7 @@ def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation
         captured=isinstance(passes, CapturedPasses),
         speculates=speculation is not None,
         samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
-        looks_up=bool(lookup_tokens(config)),
+        looks_up=bool(config.lookup_tokens),
         adapts_length=speculation is not None and speculation.length_policy is not None,
         max_context_length=None if speculation is None else speculation.drafter.max_context_length,
     )

@@ -483,7 +483,11 @@ class Kernels(ABC):
         rounds.look_up(texts, text_rows, positions, draft_ids, lengths, out)
 
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
-        """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`."""
+        """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`.
+
+        Raises:
+            IndexError: a sequence with a text has fewer than 0 accepted tokens, or more than its round drafted.
+        """
         rounds.remember(texts, text_rows, positions, results)
 
     def hand_off(

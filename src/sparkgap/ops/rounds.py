@@ -137,6 +137,10 @@ def remember(texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tenso
     for row, position, (accepted, _, *picks) in zip(
         text_rows.tolist(), positions.tolist(), results.tolist(), strict=True
     ):
+        if row < 0:
+            continue
+        if not 0 <= accepted < len(picks):
+            raise IndexError(f"a round of {len(picks)} rows cannot have accepted {accepted} tokens")
         end = min(position + 2 + accepted, texts.shape[1])
-        if row >= 0 and end > position + 1:
+        if end > position + 1:
             texts[row, position + 1 : end] = torch.tensor(picks[: end - position - 1])

@@ -228,7 +228,7 @@ class OptimizationConfig:
     warmup_steps: int = 10
     decay_share: float = 0.4
     held_out_conversations: int = 48
-    evaluation_interval: int = 50
+    evaluation_interval: int = 100
     checkpoint_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -274,6 +274,8 @@ class TrainConfig:
             None takes one for each thread on a CPU, and one on an accelerator.
         seed: of everything random.
         evaluation_prompts: a file of user turns to measure on at the end; never trained on.
+        start_from: directory of a drafter of the same sizes whose weights training starts from; its draft
+            vocabulary may be another. None starts as `train.start` does.
         conversation, features, network, loss, optimization: the stages' settings.
     """
 
@@ -284,6 +286,7 @@ class TrainConfig:
     workers: int | None = None
     seed: int = 0
     evaluation_prompts: Path | None = None
+    start_from: Path | None = None
     conversation: ConversationConfig = ConversationConfig()
     features: FeatureConfig = FeatureConfig()
     network: NetworkConfig = NetworkConfig()

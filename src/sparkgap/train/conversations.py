@@ -175,6 +175,7 @@ def collect(
     last = -(-len(turns) // size) if config.only_prompts else None
     stop = threading.Event()
     paths: list[Path] = []
+    examples = Examples()
 
     def work(number: int, sampler: ConversationSampler, counts: SampledTokens) -> None:
         path = shard_path(directory, number)
@@ -206,7 +207,8 @@ def collect(
                     futures.append(pool.submit(work, ahead, samplers[ahead % workers], counts))
                 futures.popleft().result()
                 paths.append(shard_path(directory, number))
-                tokens = Examples(paths).answer_tokens
+                examples.add(paths[-1])
+                tokens = examples.answer_tokens
                 counts.finish(number, tokens, sampled_before=paths[-1] in existing)
                 number += 1
                 if tokens >= config.answer_tokens:

@@ -66,22 +66,27 @@ class Example:
 class Examples:
     """Conversations of several shards, without those whose user turn came before. Taps stay in mapped files."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path] = ()) -> None:
         self.items: list[Example] = []
         self._files: list[dict[str, Tensor]] = []
-        seen: set[tuple[int, ...]] = set()
-        for shard, path in enumerate(paths):
-            self._files.append(load_file(path))
-            tokens, offset, row = self._files[-1]["token_ids"].long(), 0, 0
-            tensors = (self._files[-1][name].tolist() for name in ("lengths", "answer_starts", "temperatures"))
-            for length, start, temperature in zip(*tensors, strict=True):
-                ids = tokens[offset : offset + length]
-                example = Example(ids, start, temperature, shard, row)
-                offset, row = offset + length, row + length - 1
-                turn = tuple(ids[:start].tolist())
-                if turn not in seen:
-                    seen.add(turn)
-                    self.items.append(example)
+        self._seen: set[tuple[int, ...]] = set()
+        for path in paths:
+            self.add(path)
+
+    def add(self, path: Path) -> None:
+        """Append a shard's conversations."""
+        shard = len(self._files)
+        self._files.append(load_file(path))
+        tokens, offset, row = self._files[-1]["token_ids"].long(), 0, 0
+        tensors = (self._files[-1][name].tolist() for name in ("lengths", "answer_starts", "temperatures"))
+        for length, start, temperature in zip(*tensors, strict=True):
+            ids = tokens[offset : offset + length]
+            example = Example(ids, start, temperature, shard, row)
+            offset, row = offset + length, row + length - 1
+            turn = tuple(ids[:start].tolist())
+            if turn not in self._seen:
+                self._seen.add(turn)
+                self.items.append(example)
 
     @property
     def answer_tokens(self) -> int:

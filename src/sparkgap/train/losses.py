@@ -73,12 +73,15 @@ class _HeadLoss(torch.autograd.Function):
             labels, top_ids = targets.labels[part], targets.top_ids[part]
             known, top_known = labels >= 0, top_ids >= 0
             safe_labels, safe_top = labels.clamp_min(0)[:, None], top_ids.clamp_min(0)
-            correct[part] = (logits.argmax(-1) == labels) & known
+            # The label's logit is compared with the largest: an argmax over the vocabulary costs more than the rest.
+            largest = logits.amax(-1)
             label_logits = logits.gather(1, safe_labels)[:, 0]
-            log_total = logits.logsumexp(-1)
-            cross_entropy[part] = torch.where(known, log_total - label_logits, 0.0)
-            probabilities = logits.sub_(log_total[:, None]).exp_()
-            top_draft = probabilities.gather(1, safe_top) * top_known
+            correct[part] = (label_logits == largest) & known
+            # Left unnormalized: dividing by the sum is left to each row's weight, which saves passes over the logits.
+            exponentials = logits.sub_(largest[:, None]).exp_()
+            total = exponentials.sum(-1)
+            cross_entropy[part] = torch.where(known, total.log() + largest - label_logits, 0.0)
+            top_draft = exponentials.gather(1, safe_top) / total[:, None] * top_known
             top_target = targets.top_probabilities[part] * top_known
             overlap[part] = torch.minimum(top_draft, top_target).sum(-1)
             # d overlap / d logits = p * (below - sum(p * below)), below = 1 where the draft is under the target.
@@ -86,7 +89,7 @@ class _HeadLoss(torch.autograd.Function):
             row_weight = targets.weights[part] / normalizer
             ce_weight = row_weight * weights.cross_entropy * known
             tv_weight = row_weight * weights.total_variation
-            gradient = probabilities.mul_((ce_weight + tv_weight * below.sum(-1))[:, None])
+            gradient = exponentials.mul_(((ce_weight + tv_weight * below.sum(-1)) / total)[:, None])
             gradient.scatter_add_(1, safe_top, below * -tv_weight[:, None])
             gradient.scatter_add_(1, safe_labels, -ce_weight[:, None])
             gradient = gradient.to(inputs.dtype)

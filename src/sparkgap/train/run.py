@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
-from sparkgap.catalog.drafters import write_speculators_config
+from sparkgap.catalog.drafters import open_drafter, write_speculators_config
 from sparkgap.catalog.identity import identify_target
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
@@ -33,6 +33,7 @@ from sparkgap.train.memory import check_memory, keep_freed_memory
 from sparkgap.train.network import DraftNetwork, NetworkShape
 from sparkgap.train.progress import Progress
 from sparkgap.train.start import start
+from sparkgap.train.start_from import copy_weights
 from sparkgap.train.template import TurnTemplate, turn_template
 
 _SCALED_CONVERSATIONS = 64
@@ -56,6 +57,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     _check_settings(work / "settings.json", config)
     if config.evaluation_prompts is not None:
         read_prompts(config.evaluation_prompts)
+    initial = None if config.start_from is None else open_drafter(str(config.start_from))
     keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -107,6 +109,9 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     )
     if trainer.load():
         progress.log(f"continuing after step {trainer.step}")
+    elif initial is not None:
+        copy_weights(initial, network, vocabulary)
+        progress.log(f"starting from the weights of {initial.name}")
     else:
         start(network, examples, learned, config.seed)
     trainer.run()

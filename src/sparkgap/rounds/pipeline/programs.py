@@ -111,7 +111,7 @@ class SlotPrograms:
         if self._lookup_lengths is not None:
             parts.append(self._record("remember", lambda: self._remember(bucket)))
         parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
-        return CpuProgram(parts)
+        return CpuProgram(parts, first_pass="target" if model is None else "draft")
 
     def _record(self, name: str, compute: Callable[[], None]) -> tuple[str, CpuGraph]:
         """A graph of what lies between the passes."""

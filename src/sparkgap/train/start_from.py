@@ -1,0 +1,67 @@
+"""A training run that starts from the weights of an earlier drafter."""
+
+import torch
+from torch import Tensor
+
+from sparkgap.catalog.drafters import DrafterCheckpoint, target_ids
+from sparkgap.errors import ConfigError
+from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.network import DraftNetwork
+
+_UNTRAINED_STD = 0.1
+"""Usual size of W1's rows before training, as in `DraftNetwork`."""
+
+
+@torch.no_grad()
+def copy_weights(drafter: DrafterCheckpoint, network: DraftNetwork, vocabulary: DraftVocabulary) -> None:
+    """Set a network's weights to those of a drafter; what belongs to a token goes to the same token.
+
+    Tokens that the drafter could not draft start without a Markov bias, as all do in training from the start, and so do
+    tokens whose row of W1 it never trained.
+
+    Args:
+        drafter: a checkpoint of the same method and sizes; its draft vocabulary may be another.
+        network: on any device.
+        vocabulary: the network's draft vocabulary.
+
+    Raises:
+        ConfigError: another size, head or method; the message names it.
+    """
+    source = drafter.weights
+    names = set(source.names())
+
+    def tensor(name: str) -> Tensor:
+        if name not in names:
+            raise ConfigError(f"drafter {drafter.name} has no {name}: it is of another kind than the one to be trained")
+        return source.get(name).float()
+
+    def copy(parameter: Tensor, name: str, value: Tensor) -> None:
+        if parameter.shape != value.shape:
+            raise ConfigError(
+                f"drafter {drafter.name}: {name} has shape {list(value.shape)}, and the drafter to be trained needs "
+                f"{list(parameter.shape)}; give the options that it was trained with"
+            )
+        parameter.copy_(value.to(parameter.device))
+
+    for name, parameter in network.named_parameters():
+        if name.startswith(("layers.", "hidden_norm.", "norm.")):
+            copy(parameter, name, tensor(name))
+    # What is served has the scale of the captured dimensions folded in.
+    copy(network.fc.weight, "fc.weight", tensor("fc.weight") / network.tap_scale.cpu())
+    if not network.shape.markov_rank:
+        return
+    seen = network.markov_rows.nonzero()[:, 0].cpu()
+    w1 = tensor("markov_head.markov_w1.weight")[seen]
+    untrained = ~w1.any(-1)
+    w1[untrained] = torch.randn(int(untrained.sum()), w1.shape[1]) * _UNTRAINED_STD
+    copy(network.markov_w1[1:], "markov_head.markov_w1.weight", w1)
+    w2, ids = tensor("markov_head.markov_w2.weight"), target_ids(drafter)
+    draft_ids = vocabulary.draft_ids.cpu()[torch.arange(w2.shape[0]) if ids is None else ids]
+    wanted = torch.zeros(network.markov_w2.shape[0], w2.shape[1])
+    wanted[draft_ids[draft_ids >= 0]] = w2[draft_ids >= 0]
+    copy(network.markov_w2, "markov_head.markov_w2.weight", wanted)
+    copy(network.confidence.weight, "confidence_head.proj.weight", tensor("confidence_head.proj.weight"))
+    if network.shape.markov_head_type == "gated":
+        copy(network.markov_gate.weight, "markov_head.gate_proj.weight", tensor("markov_head.gate_proj.weight"))
+    elif network.shape.markov_head_type == "rnn":
+        copy(network.markov_joint.weight, "markov_head.joint_proj.weight", tensor("markov_head.joint_proj.weight"))
