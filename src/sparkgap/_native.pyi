@@ -103,7 +103,7 @@ class Executor:
     def blank_weight(
         self, out_features: int, in_features: int, form: str, bias: bool, input_scale: float
     ) -> PackedWeight: ...
-    def linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None: ...
+    def linear(self, x: Tensor, weight: PackedWeight, out: Tensor, slots: Tensor | None = None) -> None: ...
     def quantize_rows(self, x: Tensor, quantized: Tensor, scales: Tensor, fixed_scale: float = 0.0) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def add_rms_norm(
@@ -153,6 +153,7 @@ class Executor:
         scale: float,
         window: int,
         out: Tensor,
+        following: list[PackedWeight] = ...,
     ) -> None: ...
     def block_attention(
         self,
@@ -190,6 +191,21 @@ class Executor:
     def add_logits(self, base: Tensor, bias: Tensor, out: Tensor) -> None: ...
     def draft_pick(
         self, base: Tensor, bias: Tensor | None, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor
+    ) -> None: ...
+    def markov_chain(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchors: Tensor,
+        lead_rows: int,
+        table: Tensor,
+        weight: PackedWeight,
+        target_ids: Tensor | None,
+        confidence_weights: Tensor | None,
+        confidence_biases: Tensor | None,
+        token_ids: Tensor,
+        scores: Tensor,
+        confidences: Tensor | None,
     ) -> None: ...
     def draw_tokens(
         self,

@@ -127,7 +127,7 @@ class Drafter:
         del following
         kernels, backbone, weights = self.kernels, self.config.backbone, self.weights
         pairs, _ = kernels.norm_linear(
-            kernels.linear(captured, weights.context_fc),
+            kernels.written_linear(captured, weights.context_fc, slots),
             None,
             weights.context_norm,
             backbone.rms_norm_eps,

@@ -34,8 +34,8 @@ class DraftHeads:
             without a confidence head.
         confidence_bias: float32 `[1]`; None without a confidence head.
         target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
-        calibrated: the confidence's weight and bias at each place of the block, with the place's calibration in them;
-            empty when they are the same everywhere.
+        calibrated: the confidence's weights `[places, width of confidence_weight]` and biases `[places, 1]` at each
+            place of the block, with the place's calibration in them; None when they are the same everywhere.
     """
 
     head_type: Literal["none", "vanilla", "gated", "rnn"] = "none"
@@ -45,7 +45,20 @@ class DraftHeads:
     confidence_weight: Tensor | None = None
     confidence_bias: Tensor | None = None
     target_ids: Tensor | None = None
-    calibrated: tuple[tuple[Tensor, Tensor], ...] = ()
+    calibrated: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def has_confidences(self) -> bool:
+        """Whether there is a confidence head."""
+        return self.confidence_weight is not None and self.confidence_bias is not None
+
+    def confidence_places(self) -> tuple[Tensor, Tensor]:
+        """`calibrated`, or one place that stands for all."""
+        if self.calibrated is not None:
+            return self.calibrated
+        assert self.confidence_weight is not None
+        assert self.confidence_bias is not None
+        return self.confidence_weight[None], self.confidence_bias[None]
 
     def calibrate(self, scaling: Sequence[tuple[float, float]]) -> DraftHeads:
         """The heads with the confidence's logit divided by a temperature and moved by an offset.
@@ -56,14 +69,15 @@ class DraftHeads:
         weight, bias = self.confidence_weight, self.confidence_bias
         if weight is None or bias is None or not scaling:
             return self
-        return replace(self, calibrated=tuple((weight / t, bias / t + offset) for t, offset in scaling))
+        weights = torch.stack([weight / t for t, _ in scaling])
+        return replace(self, calibrated=(weights, torch.stack([bias / t + offset for t, offset in scaling])))
 
     def at(self, place: int) -> DraftHeads:
         """The heads for the draft token at a place of the block, from 0."""
-        if not self.calibrated:
+        if self.calibrated is None:
             return self
-        weight, bias = self.calibrated[place]
-        return replace(self, confidence_weight=weight, confidence_bias=bias, calibrated=())
+        weights, biases = self.calibrated
+        return replace(self, confidence_weight=weights[place], confidence_bias=biases[place], calibrated=None)
 
 
 class DraftStep(NamedTuple):

@@ -180,6 +180,11 @@ class Kernels(ABC):
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`x @ weight.T + bias`: `[rows, in_features]` -> `[rows, out_features]`."""
 
+    def written_linear(self, x: Tensor, weight: LinearWeight, slots: Tensor) -> Tensor:
+        """`linear(x, weight)` for rows that go to a cache: rows whose slot (int64 `[rows]`) is -1 may hold anything."""
+        del slots
+        return self.linear(x, weight)
+
     @abstractmethod
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """`x` `[rows, heads, head_dim]` rotated at `positions` int64 `[rows]`.
@@ -251,11 +256,15 @@ class Kernels(ABC):
         rows: AttentionRows,
         scale: float,
         sliding_window: int | None = None,
+        following: Sequence[LinearWeight] = (),
     ) -> Tensor:
         """Causal attention of `queries` `[rows, heads, head_dim]` over the cache: same shape.
 
         A row at position `p` sees its sequence's positions `0 ... p` (the last `sliding_window` of them, itself
         included, where that is given). Query head `h` reads KV head `h // (heads / kv_heads)`.
+
+        `following` are weights of the products that come next, in order. A device may fetch them meanwhile; results do
+        not depend on them.
         """
 
     @abstractmethod
