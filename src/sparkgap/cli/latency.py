@@ -97,8 +97,7 @@ def latency(
         prompt_tokens = MATRIX_PROMPT_TOKENS
     _check(max_tokens, repeats, warmups, prompt_tokens, prompts)
     _check_matrix(matrix, mode, mtp)
-    if as_json and as_markdown:
-        raise ConfigError("--json and --markdown contradict each other; use one of them")
+    _check_output(as_json, as_markdown)
     chosen = [] if prompt_tokens is not None else _read(prompts)
     from sparkgap.bench.latency import EngineColumn, check_room, measure_latency, measure_phases
     from sparkgap.bench.machine import READ_BUFFER_BYTES, MemoryReader, machine_facts
@@ -179,6 +178,11 @@ def _check(max_tokens: int, repeats: int, warmups: int, prompt_tokens: int | Non
         check_positive("prompt-tokens", prompt_tokens)
         if prompts.prompts is not None or prompts.limit is not None:
             raise ConfigError("--prompt-tokens makes the one prompt itself; leave out --prompts and --limit")
+
+
+def _check_output(as_json: bool, as_markdown: bool) -> None:
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown contradict each other; use one of them")
 
 
 def _check_matrix(matrix: bool, mode: Sequence[str] | None, mtp: str | None) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.heads import Proposal
 from sparkgap.models.mtp import MTPDrafter
 from sparkgap.train.batches import anchor_range
 from sparkgap.train.features import Example
@@ -166,10 +168,16 @@ def serving_replay(drafter: Drafter | MTPDrafter, chosen: Sequence[Answer], toke
                 tables[:, 0] = torch.arange(1, anchors.shape[0] + 1)
                 for held in (part for cache in caches for part in (cache.keys, cache.values)):
                     held[1:] = held[:1]
-            draft = drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
-            proposal = drafter.propose(ids[anchors], draft)
+            proposal = _propose(drafter, ids[anchors], anchors, tables, caches, tokens, count)
             lengths += _agreement(proposal.token_ids, ids, anchors).tolist()
             if proposal.confidences is not None:
                 confidences.append(proposal.confidences.to("cpu", torch.float32))
         answers.append(ServedAnswer(lengths, torch.cat(confidences) if confidences else None))
     return answers
+
+
+def _propose(drafter: Drafter | MTPDrafter, anchors: Tensor, lengths: Tensor, tables: Tensor, *rest: Any) -> Proposal:
+    """Both passes of a draft."""
+    if isinstance(drafter, MTPDrafter):
+        return drafter.propose(anchors, drafter.draft(anchors, lengths, tables, *rest))
+    return drafter.propose(anchors, drafter.draft(anchors, lengths, tables, *rest))

@@ -14,7 +14,7 @@ from sparkgap.models.config import ModelConfig
 from sparkgap.train.batches import DraftVocabulary
 from sparkgap.train.config import Method
 from sparkgap.train.mtp_network import MtpNetwork
-from sparkgap.train.network import DraftNetwork
+from sparkgap.train.network import DraftNetwork, TrainableNetwork
 
 
 def drafter_settings(
@@ -109,7 +109,7 @@ def drafter_tensors(network: DraftNetwork | MtpNetwork, vocabulary: DraftVocabul
 
 def export(
     directory: Path,
-    network: DraftNetwork | MtpNetwork,
+    network: TrainableNetwork,
     vocabulary: DraftVocabulary,
     settings: DrafterSettings,
     verifier: str,
@@ -125,6 +125,7 @@ def export(
         verifier: the target's name.
         architectures: the target's Hugging Face architectures.
     """
+    assert isinstance(network, DraftNetwork | MtpNetwork)
     tensors = drafter_tensors(network, vocabulary)
     write_speculators(directory, settings, tensors, verifier=verifier, verifier_architectures=architectures)
     return (directory / "model.safetensors").stat().st_size

@@ -92,7 +92,7 @@ class DraftRowAttention(Attention):
         shape = self.shape
         kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
         groups = shape.num_heads // kv_heads
-        queries = self.queries(x, *rotation).unflatten(1, (kv_heads, groups))
+        queries = self.queries(x, *rotation).view(x.shape[0], kv_heads, groups, head_dim)
         outputs, first = [], 0
         own_scores = [(queries * keys[:, :, None]).sum(-1) for keys, _ in own]
         for keys, values, bias in zip(context.keys, context.values, context.biases, strict=True):
@@ -179,6 +179,12 @@ class MtpNetwork(TrainableNetwork):
         self.register_buffer("head", head.to(dtype), persistent=False)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
+    @property
+    def _layer(self) -> MtpLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, MtpLayer)
+        return layer
+
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The layer's residual stream `[rows, hidden]` of tokens and hidden states, float32."""
         embedded = self.enorm(self.embedding[tokens], self.dtype)
@@ -186,7 +192,7 @@ class MtpNetwork(TrainableNetwork):
         return joined.float()
 
     def _context(self, batch: MtpBatch, normed: Tensor) -> _Context:
-        layer = self.layers[0]
+        layer = self._layer
         device = normed.device
         places = torch.cat([torch.arange(length, device=device) for length in batch.lengths])
         keys, values = (
@@ -212,7 +218,7 @@ class MtpNetwork(TrainableNetwork):
         return torch.stack(self._unroll(batch, tokens, drafting=True)[1], dim=1)
 
     def _unroll(self, batch: MtpBatch, tokens: int, drafting: bool) -> tuple[list[Tensor], list[Tensor]]:
-        layer = self.layers[0]
+        layer = self._layer
         inputs = self._inputs(batch.following, batch.taps)
         normed = layer.input_layernorm(inputs, self.dtype)
         context = self._context(batch, normed)

@@ -120,7 +120,8 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Normed, rotated queries of rows `x`, with the scale of scores: `[rows, heads, head_dim]`."""
         queries = self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim))
-        return rotate(self.q_norm(queries, x.dtype), cos, sin) * self.shape.head_dim**-0.5
+        rotated: Tensor = rotate(self.q_norm(queries, x.dtype), cos, sin) * float(self.shape.head_dim**-0.5)
+        return rotated
 
     def forward(self, x: Tensor, context: Tensor, rotation: "Rotation", batch: AnchorBatch) -> Tensor:
         """`x` `[blocks * N, hidden]` and `context` `[positions, hidden]` -> `[blocks * N, hidden]`."""
