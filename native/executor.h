@@ -158,6 +158,8 @@ class Executor {
   void verify_rows(const Tensor& anchors, const Tensor& positions, const std::optional<Tensor>& draft_ids,
                    const Tensor& block_tables, const Tensor& num_blocks, int64_t block_size, int64_t max_length,
                    const Tensor& token_ids, const Tensor& row_positions, const Tensor& slots);
+  void step_rows(const Tensor& context_lengths, const Tensor& block_tables, int64_t block_size, int64_t max_length,
+                 const Tensor& sources, const Tensor& positions, const Tensor& slots);
   void settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
                     const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
                     const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,

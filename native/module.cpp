@@ -170,6 +170,8 @@ NB_MODULE(_native, m) {
            "state_positions"_a, "anchors"_a, "positions"_a)
       .def("verify_rows", &Executor::verify_rows, "anchors"_a, "positions"_a, "draft_ids"_a.none(), "block_tables"_a,
            "num_blocks"_a, "block_size"_a, "max_length"_a, "token_ids"_a, "row_positions"_a, "slots"_a)
+      .def("step_rows", &Executor::step_rows, "context_lengths"_a, "block_tables"_a, "block_size"_a, "max_length"_a,
+           "sources"_a, "positions"_a, "slots"_a)
       .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
            "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
@@ -182,4 +184,8 @@ NB_MODULE(_native, m) {
   // The last registered is called first: streams use the pool.
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
   nb::module_::import_("atexit").attr("register")(m.attr("stop_streams"));
+  // A daemon thread that is left in native code keeps what it uses, see `GilRelease`.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
+  }));
 }

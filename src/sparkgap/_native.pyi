@@ -242,6 +242,16 @@ class Executor:
         row_positions: Tensor,
         slots: Tensor,
     ) -> None: ...
+    def step_rows(
+        self,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        max_length: int,
+        sources: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> None: ...
     def settle_round(
         self,
         picks: Tensor,

@@ -118,6 +118,40 @@ def draft_inputs(
     return token_ids.flatten(), positions.flatten()
 
 
+class StepRows(NamedTuple):
+    """Rows of draft passes that have one row of each sequence.
+
+    Attributes:
+        sources: int64 `[sequences]`, slot of the last position of each context; 0 of a sequence without one.
+        positions: int64 `[steps, sequences]`, that position, then one further each step.
+        slots: int64 `[steps, sequences]`, their slots; -1 in the first step, whose entry the context has.
+    """
+
+    sources: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+def step_rows(context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int) -> StepRows:
+    """See `Kernels.step_rows`."""
+    limit = min(max_length, block_tables.shape[1] * block_size)
+    pads = context_lengths <= 0
+    step = torch.arange(steps, device=context_lengths.device)[:, None]
+    wanted = (context_lengths - 1).clamp(min=0) + step
+    positions = wanted.clamp(max=limit - 1).masked_fill(pads, 0)
+    blocks = block_tables.long().gather(1, positions.t() // block_size).t()
+    slots = blocks * block_size + positions % block_size
+    writes = ~pads & (wanted < limit) & (step > 0)
+    return StepRows(slots[0].masked_fill(pads, 0), positions, slots.masked_fill(~writes, -1))
+
+
+def draft_pick(logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+    """See `Kernels.draft_pick`."""
+    draft_ids = logits.argmax(dim=-1)
+    token_ids.copy_(draft_ids if target_ids is None else target_ids[draft_ids])
+    scores.copy_(logits.amax(dim=-1))
+
+
 def draft_step(
     linear: Linear, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
 ) -> DraftStep:

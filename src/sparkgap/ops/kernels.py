@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.ops import draft, rounds
-from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep, StepRows
 
 
 @dataclass(frozen=True)
@@ -320,6 +320,38 @@ class Kernels(ABC):
         (int64 `[sequences]`) on.
         """
         return draft.draft_inputs(anchors, context_lengths, block_rows, mask_token_id)
+
+    def step_rows(
+        self, context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int
+    ) -> StepRows:
+        """Rows of `steps` draft passes of one row a sequence: the first stands at the last position of its context.
+
+        Rows from position `max_length` or the end of the block table on stand at the last position before and write
+        nothing, as do the rows of a sequence without context, which only pads.
+
+        Args:
+            context_lengths: int64 `[sequences]`, live lengths.
+            block_tables: int32 `[sequences, max_blocks]`.
+            steps: passes.
+            block_size: positions in a block.
+            max_length: most positions of a sequence.
+        """
+        return draft.step_rows(context_lengths, block_tables, steps, block_size, max_length)
+
+    def draft_pick(self, logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+        """The token with the largest logit of each row.
+
+        Args:
+            logits: float32 `[sequences, draft_vocab]`.
+            target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
+            token_ids: int64 `[sequences]`, filled with target ids.
+            scores: float32 `[sequences]`, filled with the largest logits; NaN if any logit of the row is NaN.
+        """
+        draft.draft_pick(logits, target_ids, token_ids, scores)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that operations fill."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def draft_step(
         self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads

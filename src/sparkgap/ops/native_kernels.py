@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
-from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep, StepRows
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
 from sparkgap.ops.w8a8 import Quantization
 
@@ -329,6 +329,25 @@ class NativeKernels(Kernels):
         token_ids, positions = self._empty((rows,), torch.int64), self._empty((rows,), torch.int64)
         self.executor.draft_blocks(anchors, context_lengths, block_rows, mask_token_id, token_ids, positions)
         return token_ids, positions
+
+    def step_rows(
+        self, context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int
+    ) -> StepRows:
+        """See `Kernels.step_rows`."""
+        sequences = context_lengths.shape[0]
+        sources = self._empty((sequences,), torch.int64)
+        positions, slots = self._empty((steps, sequences), torch.int64), self._empty((steps, sequences), torch.int64)
+        self.executor.step_rows(context_lengths, block_tables, block_size, max_length, sources, positions, slots)
+        return StepRows(sources, positions, slots)
+
+    def draft_pick(self, logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+        """See `Kernels.draft_pick`."""
+        self.executor.draft_pick(logits, None, target_ids, token_ids, scores)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Kernels.empty`."""
+        del device
+        return self._empty(shape, dtype)
 
     def draft_step(
         self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
