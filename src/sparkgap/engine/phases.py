@@ -42,7 +42,8 @@ class _Phase:
 def time_phases(loaded: LoadedEngine, context_tokens: int, accepted_rows: int) -> dict[str, float]:
     """Run each phase of one sequence's round once, and measure it.
 
-    The sequence lies in free KV blocks, over whatever they hold: no phase takes a time that depends on values. Passes
+    The sequence lies in free KV blocks, over whatever they hold: no phase takes a time that depends on values, but
+    for a whole round's context update, which computes what the round happens to accept. Passes
     are given to the device by the host one by one, in every execution mode.
 
     Args:
