@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,7 +33,7 @@ from sparkgap.errors import ConfigError, EngineError
 from sparkgap.ops import NativeKernels, TorchKernels
 from sparkgap.rounds import speculative
 from tests.bench.test_bench import wrong_at
-from tests.speculating_model import write_looping_pair
+from tests.speculating_model import write_looping_pair, write_mtp
 
 SETTINGS = {"dtype": "float32", "threads": 1, "device": "cpu"}
 
@@ -420,6 +421,27 @@ def test_matrix(command, monkeypatch, arguments):
         assert counts["captures_since_startup"] == 0
         assert (counts["captures_at_startup"] > 0) == (mode != "eager")
         assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked", "pipeline"))
+
+
+def test_matrix_with_an_mtp_drafter(command, pair, monkeypatch, tmp_path):
+    monkeypatch.setattr(latency, "_PHASE_REPEATS", 1)
+    drafter = write_mtp(tmp_path / "mtp", Path(pair[0]), "right")
+    arguments = ["--max-tokens", "12", "--repeats", "1", "--warmups", "0", "--mtp", str(drafter)]
+    status, out, err = command("--matrix", "--mode", "pipeline", *arguments, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report["columns"]) == ["plain", "pipeline", "MTP-3 + pipeline"]
+    assert report["identical"] is True
+    column = report["columns"]["MTP-3 + pipeline"]
+    assert column["per_request"]["draft_tokens"] == 3 * column["per_request"]["draft_rounds"]
+    assert column["acceptance_rate"] > 0.5
+    assert set(column["phases_ms"]) == {"decode", "verify", "draft", "context", "round"}
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "")
+    assert "--mtp is one more column of --matrix" in err
+    status, out, err = command("--matrix", "--mtp", str(pair[1]))
+    assert (status, out) == (2, "")
+    assert "method is mtp, and drafter" in err
 
 
 def test_matrix_in_markdown(command, monkeypatch):

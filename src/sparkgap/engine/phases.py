@@ -92,11 +92,12 @@ def _phases(loaded: LoadedEngine, sequence: Sequence, accepted_rows: int) -> dic
         slots = wide.slots.masked_fill(rejected, -1)
         anchors = torch.zeros(1, dtype=torch.int64, device=device)
         lengths = torch.full_like(anchors, start)
-        tables = block_tables([sequence.block_table], start, block_size, device)
+        tables = block_tables([sequence.block_table], start + rows, block_size, device)
+        following = torch.zeros_like(slots)
         output = passes.decode(wide)
         phases |= {
             VERIFY: _Phase(lambda: passes.decode(wide)),
-            CONTEXT: _Phase(lambda: passes.update_context(output, wide.attention.positions, slots)),
+            CONTEXT: _Phase(lambda: passes.update_context(output, wide.attention.positions, slots, following)),
             DRAFT: _Phase(lambda: passes.propose(anchors, lengths, tables, start)),
         }
     pipelined = loaded.pipeline

@@ -224,8 +224,9 @@ class SlotPrograms:
     def _capture_context(self, bucket: int, captured: Tensor, model: DraftModel) -> CpuGraph:
         end = bucket * self._slot.shape.width
         positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
-        inputs = {"captured": captured, "positions": positions, "slots": slots}
-        self._context.capture(inputs, lambda: model.drafter.context_update(captured, positions, slots, model.caches))
+        # The target's own token of an accepted row is the one that follows it.
+        inputs = {"captured": captured, "positions": positions, "slots": slots, "following": self._slot.picks[:end]}
+        self._context.capture(inputs, lambda: model.drafter.context_update(**inputs, caches=model.caches))
         return self._context.graph(inputs)
 
     def _hand_off(self, bucket: int) -> None:
