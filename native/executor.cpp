@@ -1,6 +1,7 @@
 #include "executor.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 #include "gil.h"
@@ -121,7 +122,8 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
   raise_fault(fault);
 }
 
-void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out) {
+void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out,
+                      const std::optional<Tensor>& slots) {
   Matrix in = as_matrix(x, "x");
   const Matrix result = as_matrix(out, "out");
   const int64_t rows = x.size(0), in_features = weight->in_features, out_features = weight->out_features;
@@ -150,8 +152,9 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   }
   calls[count++] = make_call(kernels_.linear_float,
                              LinearFloat{static_cast<const float*>(in.data), in.stride, weight->packed.get(), form, bias,
-                                         result, rows, in_features, out_features});
-  submit({calls, count}, {&x, &out}, weight);
+                                         result, rows, in_features, out_features,
+                                         slots ? as_int64(*slots, "slots", rows) : nullptr});
+  submit({calls, count}, {&x, &out, slots ? &*slots : &x}, weight);
 }
 
 void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale) {
@@ -213,7 +216,8 @@ void Executor::kv_write(const Tensor& keys, const Tensor& values, const Tensor& 
 
 void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values,
                                const Tensor& positions, const Tensor& row_starts, const Tensor& block_tables, int64_t max_rows,
-                               int64_t max_length, float scale, int64_t window, const Tensor& out) {
+                               int64_t max_length, float scale, int64_t window, const Tensor& out,
+                               const std::vector<std::shared_ptr<const PackedWeight>>& following) {
   const Cache cache = as_cache(cache_keys, cache_values);
   const HeadRows q = as_head_rows(queries, "queries"), result = as_head_rows(out, "out");
   const int64_t rows = queries.size(0), heads = queries.size(1);
@@ -226,7 +230,11 @@ void Executor::paged_attention(const Tensor& queries, const Tensor& cache_keys, 
   require(block_tables.dims == 2 && block_tables.size(0) == sequences, "block_tables", "[sequences, max_blocks]", block_tables);
   if (window < 0) throw std::invalid_argument("sliding_window must not be negative");
   PagedAttention args{q,     cache, as_int64(positions, "positions", rows), starts, tables, sequences, rows, heads, block_tables.size(1),
-                      scale, window, result, nullptr, 0};
+                      scale, window, result, nullptr, 0, {}};
+  for (size_t i = 0; i < std::min(following.size(), std::size(args.following)); i++) {
+    args.following[i] = {following[i]->packed.get(), int64_t(following[i]->packed_bytes())};
+    if (recording_) recording_->weights_.push_back(following[i]);
+  }
   const size_t scratch = kernels_.attention_scratch_bytes(heads, cache.kv_heads, cache.head_dim);
   // Few rows over long contexts leave threads without work unless chunks are shared out too, and read memory better chunk
   // by chunk. Both ways join the same chunks in the same order, so the choice does not show in the result.

@@ -31,6 +31,11 @@ struct PackedWeight {
 
   size_t channels() const { return size_t(out_features + kBlockChannels - 1) / kBlockChannels * kBlockChannels; }
 
+  size_t packed_bytes() const {
+    const size_t width = size_t(in_features);
+    return channels() * (form == Form::kInt8 ? (width + 3) / 4 * 4 : width * (form == Form::kFloat32 ? 4 : 2));
+  }
+
   // Int8 only: float32 [out_features].
   std::span<const float> scale_values() const {
     return {reinterpret_cast<const float*>(scales.get()), size_t(form == Form::kInt8 ? out_features : 0)};
@@ -99,7 +104,8 @@ class Executor {
   // A weight of zeros in packed form, for the caller to fill.
   std::shared_ptr<PackedWeight> blank_weight(int64_t out_features, int64_t in_features, const std::string& form, bool bias,
                                              float input_scale);
-  void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out);
+  // Rows of slot -1 may be left out.
+  void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out, const std::optional<Tensor>& slots);
   void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale);
   void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
   void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,
@@ -116,7 +122,7 @@ class Executor {
                 const Tensor& slots);
   void paged_attention(const Tensor& queries, const Tensor& cache_keys, const Tensor& cache_values, const Tensor& positions,
                        const Tensor& row_starts, const Tensor& block_tables, int64_t max_rows, int64_t max_length, float scale,
-                       int64_t window, const Tensor& out);
+                       int64_t window, const Tensor& out, const std::vector<std::shared_ptr<const PackedWeight>>& following);
   void block_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& cache_keys,
                        const Tensor& cache_values, const Tensor& context_lengths, const Tensor& block_tables, float scale,
                        int64_t window, bool causal, const Tensor& out);
@@ -135,6 +141,13 @@ class Executor {
   void draft_pick(const Tensor& base, const std::optional<Tensor>& bias, const std::optional<Tensor>& target_ids,
                   const Tensor& token_ids, const Tensor& scores);
 
+  // The Markov chain of a vanilla head over draft blocks, see MarkovStep. Confidences of all places have the same weights
+  // where there is one row of them.
+  void markov_chain(const Tensor& base, const Tensor& hidden, const Tensor& anchors, int64_t lead_rows, const Tensor& table,
+                    std::shared_ptr<const PackedWeight> weight, const std::optional<Tensor>& target_ids,
+                    const std::optional<Tensor>& confidence_weights, const std::optional<Tensor>& confidence_biases,
+                    const Tensor& token_ids, const Tensor& scores, const std::optional<Tensor>& confidences);
+
   // See sampling.h; `width` rows of each sequence.
   void draw_tokens(const Tensor& logits, const Tensor& temperatures, const Tensor& log_min_p, const Tensor& top_k,
                    const Tensor& top_p, const Tensor& seeds, const Tensor& positions, const Tensor& token_ids,
@@ -145,6 +158,8 @@ class Executor {
   void verify_rows(const Tensor& anchors, const Tensor& positions, const std::optional<Tensor>& draft_ids,
                    const Tensor& block_tables, const Tensor& num_blocks, int64_t block_size, int64_t max_length,
                    const Tensor& token_ids, const Tensor& row_positions, const Tensor& slots);
+  void step_rows(const Tensor& context_lengths, const Tensor& block_tables, int64_t block_size, int64_t max_length,
+                 const Tensor& sources, const Tensor& positions, const Tensor& slots);
   void settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
                     const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
                     const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,

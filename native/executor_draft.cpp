@@ -1,8 +1,10 @@
 // The operations that only drafters use, and memory for captures.
 #include <memory>
 #include <stdexcept>
+#include <vector>
 
 #include "executor.h"
+#include "operands.h"
 
 namespace nb = nanobind;
 
@@ -115,6 +117,104 @@ void Executor::draft_pick(const Tensor& base, const std::optional<Tensor>& bias,
                 static_cast<int64_t*>(token_ids.data), float_vector(scores, "scores", rows)});
   const Tensor* tensors[] = {&base, &token_ids, &scores, bias ? &*bias : &base, target_ids ? &*target_ids : &base};
   submit({&call, 1}, tensors);
+}
+
+void Executor::markov_chain(const Tensor& base, const Tensor& hidden, const Tensor& anchors, int64_t lead_rows,
+                            const Tensor& table, std::shared_ptr<const PackedWeight> weight,
+                            const std::optional<Tensor>& target_ids, const std::optional<Tensor>& confidence_weights,
+                            const std::optional<Tensor>& confidence_biases, const Tensor& token_ids, const Tensor& scores,
+                            const std::optional<Tensor>& confidences) {
+  require(base.type == Tensor::Type::kFloat32 && base.dims == 3 && base.contiguous_from(0), "base",
+          "contiguous float32 [sequences, block_rows, draft_vocab]", base);
+  const int64_t sequences = base.size(0), block_rows = base.size(1), vocab = base.size(2), steps = block_rows - lead_rows;
+  if (lead_rows < 0 || steps < 1) throw std::invalid_argument("lead_rows must leave at least one row of each block");
+  require(vocab > 0, "base", "of at least one draft token", base);
+  require(hidden.is_float() && hidden.dims == 3 && hidden.contiguous_from(0) && hidden.size(0) == sequences &&
+              hidden.size(1) == block_rows,
+          "hidden", "contiguous float32 or bfloat16 [sequences, block_rows, features]", hidden);
+  const Matrix w1 = as_matrix(table, "table");
+  const int64_t rank = table.size(1), features = hidden.size(2);
+  if (weight->in_features != rank || weight->out_features != vocab)
+    throw std::invalid_argument("the weight must be [draft_vocab, rank]");
+  const auto filled = [&](const Tensor& tensor, Tensor::Type type, const char* operand) {
+    require(tensor.type == type && tensor.dims == 2 && tensor.contiguous_from(0) && tensor.size(0) == steps &&
+                tensor.size(1) == sequences,
+            operand, "contiguous [steps, sequences], token ids int64 and all else float32", tensor);
+    return tensor.data;
+  };
+  auto* tokens = static_cast<int64_t*>(filled(token_ids, Tensor::Type::kInt64, "token_ids"));
+  auto* values = static_cast<float*>(filled(scores, Tensor::Type::kFloat32, "scores"));
+  const int64_t* first = as_int64(anchors, "anchors", sequences);
+  const int64_t* ids = target_ids ? as_int64(*target_ids, "target_ids", vocab) : nullptr;
+  MarkovEnd end{nullptr, ids, sequences, steps, first, tokens, values, {}, {}, table.size(0), nullptr, nullptr, 0, 0, features, rank,
+                nullptr};
+  if (confidences) {
+    if (!confidence_weights || !confidence_biases) throw std::invalid_argument("confidences need weights and biases");
+    const auto places = [&](const Tensor& tensor, const char* operand, const char* must_be) {
+      require(tensor.type == Tensor::Type::kFloat32 && tensor.dims == 2 && tensor.contiguous_from(0) &&
+                  (tensor.size(0) == 1 || tensor.size(0) >= steps),
+              operand, must_be, tensor);
+      return static_cast<const float*>(tensor.data);
+    };
+    end.weights = places(*confidence_weights, "confidence_weights", "contiguous float32 [1 or steps, features (+ rank)]");
+    end.biases = places(*confidence_biases, "confidence_biases", "contiguous float32 [1 or steps, 1]");
+    const int64_t width = confidence_weights->size(1);
+    require(width == features || width == features + rank, "confidence_weights", "[places, features (+ rank)]", *confidence_weights);
+    require(confidence_biases->size(1) == 1, "confidence_biases", "[places, 1]", *confidence_biases);
+    end.weight_stride = confidence_weights->size(0) == 1 ? 0 : width;
+    end.bias_stride = confidence_biases->size(0) == 1 ? 0 : 1;
+    if (width > features) end.table = w1;
+    end.hidden = {static_cast<std::byte*>(hidden.data) + lead_rows * features * (hidden.type == Tensor::Type::kFloat32 ? 4 : 2),
+                  block_rows * features, features, hidden.dtype()};
+    end.confidences = static_cast<float*>(filled(*confidences, Tensor::Type::kFloat32, "confidences"));
+  }
+  if (sequences == 0) return;
+  const bool is_int8 = weight->form == PackedWeight::Form::kInt8;
+  const DType packed_dtype = weight->form == PackedWeight::Form::kBFloat16 ? DType::kBFloat16 : DType::kFloat32;
+  const size_t scratch = kernels_.markov_scratch_bytes(sequences, rank);
+  const auto lock = lock_without_gil(mutex_);
+  // What the threads found in a step is read in the next, while they leave there what they find then.
+  const int64_t places = threads_ * sequences;
+  auto* found = reinterpret_cast<PartialPick*>(workspace(size_t(2 * places) * sizeof(PartialPick)));
+  std::vector<Call> calls;
+  for (int64_t step = 0; step < steps; step++) {
+    const PartialPick* before = found + (step + 1) % 2 * places;
+    const int64_t last = (step - 1) * sequences;
+    calls.push_back(make_call(
+        kernels_.markov_step,
+        MarkovStep{{static_cast<float*>(base.data) + (lead_rows + step) * vocab, block_rows * vocab, 0, DType::kFloat32},
+                   w1,
+                   table.size(0),
+                   weight->packed.get(),
+                   packed_dtype,
+                   weight->input_scale,
+                   is_int8 ? reinterpret_cast<const float*>(weight->scales.get()) : nullptr,
+                   is_int8 ? reinterpret_cast<const int32_t*>(weight->offsets.get()) : nullptr,
+                   reinterpret_cast<const float*>(weight->bias.get()),
+                   sequences,
+                   rank,
+                   vocab,
+                   step ? nullptr : first,
+                   before,
+                   found + step % 2 * places,
+                   ids,
+                   step ? tokens + last : nullptr,
+                   step ? values + last : nullptr},
+        scratch));
+    end.before = found + step % 2 * places;
+  }
+  calls.push_back(make_call(kernels_.markov_end, end));
+  const Tensor* tensors[] = {&base,
+                             &hidden,
+                             &anchors,
+                             &table,
+                             &token_ids,
+                             &scores,
+                             target_ids ? &*target_ids : &base,
+                             confidence_weights ? &*confidence_weights : &base,
+                             confidence_biases ? &*confidence_biases : &base,
+                             confidences ? &*confidences : &base};
+  submit(calls, tensors, weight);
 }
 
 Result Executor::empty(const std::vector<int64_t>& shape, const std::string& dtype) {

@@ -108,6 +108,28 @@ void Executor::verify_rows(const Tensor& anchors, const Tensor& positions, const
   submit({&call, 1}, tensors);
 }
 
+void Executor::step_rows(const Tensor& context_lengths, const Tensor& block_tables, int64_t block_size, int64_t max_length,
+                         const Tensor& sources, const Tensor& positions, const Tensor& slots) {
+  require(context_lengths.dims == 1, "context_lengths", "int64 [sequences]", context_lengths);
+  const int64_t n = context_lengths.size(0);
+  as_int32(block_tables, "block_tables");
+  require(block_tables.dims == 2 && block_tables.size(0) == n && block_tables.size(1) > 0, "block_tables",
+          "int32 [sequences, max_blocks]", block_tables);
+  if (block_size < 1 || max_length < 1) throw std::invalid_argument("block_size and max_length must be at least 1");
+  const auto filled = [&](const Tensor& tensor, const char* operand) {
+    require(tensor.type == Tensor::Type::kInt64 && tensor.dims == 2 && tensor.contiguous_from(0) && tensor.size(1) == n &&
+                tensor.size(0) == positions.size(0),
+            operand, "contiguous int64 [steps, sequences]", tensor);
+    return static_cast<int64_t*>(tensor.data);
+  };
+  int64_t *places = filled(positions, "positions"), *slot_rows = filled(slots, "slots");
+  const Call call = make_call<StepRows>(
+      sparkgap::step_rows,
+      {as_int64(context_lengths, "context_lengths", n), static_cast<const int32_t*>(block_tables.data), block_tables.size(1),
+       block_size, max_length, n, positions.size(0), int64_out(sources, "sources", n), places, slot_rows});
+  submit({&call, 1}, {&context_lengths, &block_tables, &sources, &positions, &slots});
+}
+
 void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
                             const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
                             const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,

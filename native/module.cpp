@@ -132,7 +132,7 @@ NB_MODULE(_native, m) {
       .def("end_capture", &Executor::end_capture)
       .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)
       .def("blank_weight", &Executor::blank_weight, "out_features"_a, "in_features"_a, "form"_a, "bias"_a, "input_scale"_a)
-      .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a)
+      .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a, "slots"_a.none() = nb::none())
       .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a,
            "fixed_scale"_a = 0.0f)
       .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
@@ -145,7 +145,8 @@ NB_MODULE(_native, m) {
            "cos"_a, "sin"_a, "cache_keys"_a, "cache_values"_a, "slots"_a, "queries"_a)
       .def("kv_write", &Executor::kv_write, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a, "slots"_a)
       .def("paged_attention", &Executor::paged_attention, "queries"_a, "cache_keys"_a, "cache_values"_a, "positions"_a,
-           "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a)
+           "row_starts"_a, "block_tables"_a, "max_rows"_a, "max_length"_a, "scale"_a, "window"_a, "out"_a,
+           "following"_a = std::vector<std::shared_ptr<const PackedWeight>>())
       .def("block_attention", &Executor::block_attention, "queries"_a, "keys"_a, "values"_a, "cache_keys"_a, "cache_values"_a,
            "context_lengths"_a, "block_tables"_a, "scale"_a, "window"_a, "causal"_a, "out"_a)
       .def("silu_mul", &Executor::silu_mul, "gate_up"_a, "out"_a)
@@ -160,12 +161,17 @@ NB_MODULE(_native, m) {
       .def("confidence", &Executor::confidence, "hidden"_a, "embedded"_a.none(), "weight"_a, "bias"_a, "out"_a)
       .def("add_logits", &Executor::add_logits, "base"_a, "bias"_a, "out"_a)
       .def("draft_pick", &Executor::draft_pick, "base"_a, "bias"_a.none(), "target_ids"_a.none(), "token_ids"_a, "scores"_a)
+      .def("markov_chain", &Executor::markov_chain, "base"_a, "hidden"_a, "anchors"_a, "lead_rows"_a, "table"_a, "weight"_a,
+           "target_ids"_a.none(), "confidence_weights"_a.none(), "confidence_biases"_a.none(), "token_ids"_a, "scores"_a,
+           "confidences"_a.none())
       .def("draw_tokens", &Executor::draw_tokens, "logits"_a, "temperatures"_a, "log_min_p"_a, "top_k"_a, "top_p"_a, "seeds"_a,
            "positions"_a, "token_ids"_a, "scores"_a)
       .def("begin_round", &Executor::begin_round, "sources"_a, "staged_anchors"_a, "staged_positions"_a, "state_anchors"_a,
            "state_positions"_a, "anchors"_a, "positions"_a)
       .def("verify_rows", &Executor::verify_rows, "anchors"_a, "positions"_a, "draft_ids"_a.none(), "block_tables"_a,
            "num_blocks"_a, "block_size"_a, "max_length"_a, "token_ids"_a, "row_positions"_a, "slots"_a)
+      .def("step_rows", &Executor::step_rows, "context_lengths"_a, "block_tables"_a, "block_size"_a, "max_length"_a,
+           "sources"_a, "positions"_a, "slots"_a)
       .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
            "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
@@ -178,4 +184,8 @@ NB_MODULE(_native, m) {
   // The last registered is called first: streams use the pool.
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
   nb::module_::import_("atexit").attr("register")(m.attr("stop_streams"));
+  // A daemon thread that is left in native code keeps what it uses, see `GilRelease`.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
+  }));
 }

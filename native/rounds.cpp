@@ -42,6 +42,28 @@ void verify_rows(const VerifyRows& args, Worker worker) {
   }
 }
 
+void step_rows(const StepRows& args, Worker worker) {
+  if (worker.index != 0) return;
+  const int64_t limit = std::min(args.max_length, args.max_blocks * args.block_size);
+  for (int64_t i = 0; i < args.sequences; i++) {
+    const int64_t length = args.context_lengths[i];
+    const bool pads = length <= 0;
+    if (length < 0 || length > limit) worker.report(kPositionOutOfRange);
+    const auto slot = [&](int64_t position) {
+      const int64_t block = args.block_tables[i * args.max_blocks + position / args.block_size];
+      return block * args.block_size + position % args.block_size;
+    };
+    const int64_t first = pads ? 0 : std::min(length, limit) - 1;
+    args.sources[i] = pads ? 0 : slot(first);
+    for (int64_t step = 0; step < args.steps; step++) {
+      const int64_t at = step * args.sequences + i;
+      const bool beyond = pads || first + step >= limit;
+      args.positions[at] = pads ? 0 : std::min(first + step, limit - 1);
+      args.slots[at] = beyond || step == 0 ? -1 : slot(first + step);
+    }
+  }
+}
+
 void settle_round(const SettleRound& args, Worker worker) {
   if (worker.index != 0) return;
   const int64_t width = args.width;

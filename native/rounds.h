@@ -42,6 +42,18 @@ struct VerifyRows {
   int64_t* slots;
 };
 
+// Rows of passes that draft one token each, a row of each sequence: at the last position of its context, then one further
+// each time. The first row's entry is in the context; those of the others are written. Rows beyond the last position
+// stand there and write nothing, as do the rows of a sequence without context, which only pads.
+struct StepRows {
+  const int64_t* context_lengths;  // [sequences]
+  const int32_t* block_tables;     // [sequences, max_blocks]
+  int64_t max_blocks, block_size, max_length, sequences, steps;
+  int64_t* sources;    // [sequences], slot of the last position of the context; 0 where a row only pads
+  int64_t* positions;  // [steps, sequences]
+  int64_t* slots;      // [steps, sequences]
+};
+
 // How a sequence's round ended, in its row of the results.
 enum class RoundStatus : int64_t { kGood = 0, kTargetNotFinite = 1, kDrafterNotFinite = 2 };
 
@@ -74,6 +86,7 @@ struct HandOff {
 
 void begin_round(const BeginRound&, Worker);
 void verify_rows(const VerifyRows&, Worker);
+void step_rows(const StepRows&, Worker);
 void settle_round(const SettleRound&, Worker);
 void hand_off(const HandOff&, Worker);
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparkgap.catalog.drafter_settings import DrafterSettings
-from sparkgap.catalog.drafters import tensor_shapes, write_speculators
+from sparkgap.catalog.drafters import tensor_shapes, vocabulary_tensors, write_speculators
 
 from .tiny_model import VOCAB_SIZE, write_tiny_model
 
@@ -85,3 +85,40 @@ def write_looping_pair(directory: Path, *, sharpness: float = 2.0, **config_chan
     tensors["markov_head.markov_w2.weight"] = head
     write_speculators(directory / "drafter", wanted, tensors, verifier="tiny")
     return model, directory / "drafter"
+
+
+def mtp_settings(**changes) -> DrafterSettings:
+    block = settings()
+    values = {
+        "method": "mtp",
+        "transformer": {**block.transformer, "num_hidden_layers": 1},
+        "layer_windows": (None,),
+        "layer_causal": (True,),
+        "target_hidden_size": 32,
+        "target_layer_ids": (1,),
+        "draft_vocab_size": VOCAB_SIZE,
+    }
+    return DrafterSettings(**(values | changes))
+
+
+def write_mtp(directory: Path, model: Path, kind: str, **changes) -> Path:
+    """An MTP drafter for the target of `write_looping_pair`.
+
+    `right` computes `embedding -> final norm -> head`, which is mostly what the target does; `wrong` takes the least
+    probable token of that; `random` has random weights and half the vocabulary.
+    """
+    wanted = mtp_settings(**({"draft_vocab_size": VOCAB_SIZE // 2} if kind == "random" else {}) | changes)
+    tensors = random_tensors(wanted)
+    if kind == "random":
+        tensors |= vocabulary_tensors(torch.arange(1, VOCAB_SIZE, 2), VOCAB_SIZE)
+        tensors["lm_head.weight"] = torch.randn(VOCAB_SIZE // 2, 32, generator=torch.Generator().manual_seed(8))
+    else:
+        weights = load_file(model / "model.safetensors")
+        tensors["enorm.weight"] = torch.ones(32)
+        tensors["eh_proj.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 32)], dim=1)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"layers.0.{name}.weight"].zero_()
+        tensors["norm.weight"] = weights["model.norm.weight"]
+        tensors["lm_head.weight"] = weights["lm_head.weight"] * (1 if kind == "right" else -1)
+    write_speculators(directory, wanted, tensors, verifier="tiny")
+    return directory

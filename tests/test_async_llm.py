@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -345,3 +347,20 @@ def test_info(llm):
     assert llm.info()["max_model_len"] == llm.max_model_len == 128
     assert llm.graph_counts()["captures_since_startup"] == 0
     assert llm.config.max_num_seqs == 4
+
+
+def test_a_program_that_forgets_to_close_ends_as_usual(path):
+    code = f"""
+import asyncio, sys
+sys.path[:0] = {sys.path!r}
+from sparkgap import AsyncLLM, SamplingParams
+llm = AsyncLLM({path!r}, threads=1, device="cpu")
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+async def begin():
+    streams = [llm.start(await llm.prepare(prompt, params)) for prompt in ("hello", "zq", "abc")]
+    assert (await anext(streams[0])).outputs[0].token_ids
+    return streams
+streams = asyncio.run(begin())
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

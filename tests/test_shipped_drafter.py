@@ -17,7 +17,7 @@ from sparkgap.catalog.json_files import read_json
 from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.cli import main
 from sparkgap.errors import CheckpointError, ConfigError
-from tests.speculating_model import BLOCK_SIZE, write_looping_pair, write_random_drafter
+from tests.speculating_model import BLOCK_SIZE, write_looping_pair, write_mtp, write_random_drafter
 
 SETTINGS = {"dtype": "float32", "threads": 1, "device": "cpu", "max_num_seqs": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -91,6 +91,35 @@ def test_settings_without_a_model_take_it(model, drafter, tmp_path):
         speculation(model, speculative_config={"method": "dflash"})
     named = write_random_drafter(tmp_path / "named")
     assert speculation(model, speculative_config={"model": str(named)})["drafter"] == str(named)
+
+
+@pytest.fixture
+def mtp(model, drafter):
+    """A shipped MTP drafter for the same target, beside the other."""
+    identity = read_json(drafter / "config.json")["sparkgap"]
+    directory = write_mtp(drafter.parent / "tiny-mtp", model, "right")
+    edit_config(directory, lambda config: config.update(sparkgap=identity))
+    return directory
+
+
+def test_mtp_is_used_where_it_is_asked_for(model, drafter, mtp, capsys):
+    assert speculation(model)["drafter"] == "tiny (shipped)"
+    assert speculation(model, speculative_config={"method": "dspark"})["drafter"] == "tiny (shipped)"
+    llm = LLM(str(model), speculative_config={"method": "mtp"}, **SETTINGS)
+    info = llm.info()["speculation"]
+    assert (info["drafter"], info["method"], info["num_speculative_tokens"]) == ("tiny-mtp (shipped)", "mtp", 3)
+    assert llm.generate("hello", GREEDY)[0].metrics.accepted_draft_tokens > 0
+    out = run(capsys, "info", "--model", model)[1]
+    assert "tiny (shipped), dspark, 5 draft tokens a round" in out
+    assert "tiny-mtp (shipped), mtp, 3 draft tokens a round" in out
+    assert json.loads(run(capsys, "info", "--json")[1])["shipped_drafters"] == ["tiny", "tiny-mtp"]
+
+
+def test_mtp_is_the_default_where_it_is_alone(model, drafter, mtp):
+    shutil.rmtree(drafter)
+    assert speculation(model)["drafter"] == "tiny-mtp (shipped)"
+    with pytest.raises(ConfigError, match=r"method is dspark, and drafter tiny-mtp \(shipped\) is mtp"):
+        speculation(model, speculative_config={"method": "dspark"})
 
 
 def test_its_configuration_says_how_many_tokens(model, drafter):

@@ -76,10 +76,26 @@ SPARKGAP_INLINE void zero_rows(const HeadRows& out, int64_t begin, int64_t end, 
       std::memset(static_cast<X*>(out.data) + row * out.row_stride + head * out.head_stride, 0, size_t(head_dim) * sizeof(X));
 }
 
+// So much of what comes next as stays in the second-level cache beside what is in use.
+constexpr int64_t kFollowingBytes = 384 << 10;
+
+void plan_fetches(const PagedAttention& args, Stage& stage, Worker worker) {
+  int64_t left = kFollowingBytes;
+  for (int i = 0; i < 2; i++) {
+    const Following& following = args.following[i];
+    if (!following.data) continue;
+    const Share mine = share(following.bytes / 64, worker);
+    const int64_t bytes = smaller(left, (mine.end - mine.begin) * 64);
+    stage.ahead[i] = {following.data + mine.begin * 64, following.data + mine.begin * 64 + bytes, 0};
+    left -= bytes;
+  }
+}
+
 template <class X>
 void attend(const PagedAttention& args, Worker worker) {
   const int64_t group = args.heads / args.cache.kv_heads, most_rows = item_rows(group);
   Stage stage(worker.scratch, group, args.cache.head_dim);
+  plan_fetches(args, stage, worker);
   int64_t turn = 0;  // work goes round the threads; all count alike
   for (int64_t sequence = 0; sequence < args.sequences; sequence++) {
     const int64_t first_row = args.row_starts[sequence], end_row = smaller<int64_t>(args.row_starts[sequence + 1], args.rows);

@@ -5,6 +5,7 @@
 // order. A row only ever multiplies positions it sees, so what lies elsewhere in the cache cannot reach it.
 #pragma once
 #include "kernels.h"
+#include "rows.h"
 #include "simd.h"
 #include "tile.h"
 #include "transpose.h"
@@ -37,6 +38,10 @@ struct Stage {
   float* total_largest;
   float* total_sum;
   Range* ranges;  // [rows]
+  LinesAhead ahead[2];  // what later calls read
+
+  // Where products fetch from.
+  SPARKGAP_INLINE LinesAhead& to_fetch() { return ahead[0].end - ahead[0].at >= 64 * kStagePositions ? ahead[0] : ahead[1]; }
 
   static int64_t most_queries(int64_t group) { return item_rows(group) * group; }
 
@@ -62,6 +67,8 @@ struct Stage {
     total = take(n * padded_dim);
     part_largest = take(n), part_sum = take(n), total_largest = take(n), total_sum = take(n);
     ranges = reinterpret_cast<Range*>(take(2 * n));
+    const auto* here = reinterpret_cast<const std::byte*>(queries);  // where there is nothing, what is at hand
+    ahead[0] = ahead[1] = {here, here, 0};
   }
 };
 
@@ -217,7 +224,7 @@ SPARKGAP_INLINE void weigh_values(const Stage& s, int64_t rows, int64_t first, i
 
 // part += weights * values of one chunk. Values that one product reads are multiplied where they lie; others are staged.
 template <class C>
-void add_values(const Stage& s, const Source& source, const int64_t* places, int64_t rows, int64_t begin, int64_t end) {
+void add_values(Stage& s, const Source& source, const int64_t* places, int64_t rows, int64_t begin, int64_t end) {
   const int64_t blocks = s.padded_dim / 16;
   const auto weights_of = [&](int64_t row, int64_t place) { return s.scores + row * s.group * kChunkPositions + place; };
   const auto part_of = [&](int64_t row) { return s.part + row * s.group * s.padded_dim; };
@@ -244,7 +251,7 @@ void add_values(const Stage& s, const Source& source, const int64_t* places, int
     weigh_values(s, rows, first, low, high, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
       multiply_tiles(count * s.group, weights_of(row, first + from), kChunkPositions,
                      Columns<float>{s.values + from * 16, kStagePositions * 16, 16}, blocks, to - from, part_of(row),
-                     s.padded_dim, true);
+                     s.padded_dim, true, s.to_fetch());
     });
   }
 }
@@ -288,7 +295,7 @@ void attend_chunk_in(Stage& s, const Source& source, int64_t rows, bool fetched,
     for (int64_t g = 0; g < groups; g++) {
       const int64_t query = g * kTileRows;
       multiply_tiles(smaller<int64_t>(kTileRows, queries - query), s.queries + query * s.padded_dim, s.padded_dim, columns, blocks,
-                     columns.block_stride / 16, s.scores + query * kChunkPositions + first, kChunkPositions, false);
+                     columns.block_stride / 16, s.scores + query * kChunkPositions + first, kChunkPositions, false, s.to_fetch());
       if (ahead && groups > 1)
         fetch_rows<C>(s, *ahead, places_ahead, first + kStagePositions * g / groups, first + kStagePositions * (g + 1) / groups,
                       ahead_end);

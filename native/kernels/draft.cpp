@@ -7,8 +7,6 @@
 namespace sparkgap::SPARKGAP_VARIANT {
 namespace {
 
-SPARKGAP_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
-
 // (1 - e) / (1 + e) for e = exp(-2 |x|), with x's sign; a NaN stays one.
 SPARKGAP_INLINE Floats tanh(Floats x) {
   const Floats negative = splat(0.0f) - x, magnitude = larger(x, negative);
@@ -48,21 +46,13 @@ void apply_gate(const HeadGate& args, Worker worker) {
 }
 
 template <class X>
-SPARKGAP_INLINE Floats dot_on(Floats total, const X* x, const float* weight, int64_t n) {
-  for (int64_t k = 0; k < n; k += kLanes) total = fma(load_some(x + k, n - k), load_some(weight + k, n - k), total);
-  return total;
-}
-
-template <class X>
 void estimate(const Confidence& args, Worker worker) {
   const Share mine = share(args.rows, worker);
   for (int64_t row = mine.begin; row < mine.end; row++) {
     Floats total = dot_on(splat(0.0f), row_of<X>(args.hidden, row), args.weight, args.features);
     if (args.embedded.data)
       total = dot_on(total, row_of<X>(args.embedded, row), args.weight + args.features, args.rank);
-    float lanes[kLanes];
-    store(lanes, sigmoid(splat(sum(total) + args.bias[0])));
-    args.out[row] = lanes[0];
+    args.out[row] = confidence_of(total, args.bias[0]);
   }
 }
 

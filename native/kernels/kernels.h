@@ -37,7 +37,8 @@ struct Vector {
 constexpr int64_t kBlockChannels = 16;
 constexpr int64_t kQuantizedAlignment = 64;  // bytes between rows of quantized activations are a multiple of this
 
-// int8 weights `[out / 16, in / 4, 16, 4]`, `scales` float32 `[out]`, from rows of float32 or bfloat16.
+// int8 weights in pairs of blocks, `[out / 32, in / 4, 2, 16, 4]`, where a last block without a partner is
+// `[in / 4, 16, 4]`; `scales` float32 `[out]`; from rows of float32 or bfloat16.
 // Scale = largest magnitude / 127; weight = round(value / scale), ties to even, in -127 ... 127.
 struct PackInt8 {
   Matrix weight;
@@ -92,6 +93,7 @@ struct LinearFloat {
   const float* bias;  // may be null
   Matrix out;
   int64_t rows, in_features, out_features;
+  const int64_t* slots;  // [rows]: rows of slot -1 are left out; null computes all
 };
 
 struct ConvertRows {
@@ -197,6 +199,12 @@ struct Argmax {
 // Each chunk gives its largest score, sum and weighted values; chunks are joined one after another.
 constexpr int64_t kChunkPositions = 128;
 
+// Bytes that a later call reads; each thread reads its part of them, in order.
+struct Following {
+  const std::byte* data;
+  int64_t bytes;
+};
+
 struct PagedAttention {
   HeadRows queries;
   Cache cache;
@@ -210,6 +218,9 @@ struct PagedAttention {
   // Partial results when chunks are shared between threads: [rows, heads, max_chunks, head_dim + 2]; null when not.
   float* partial;
   int64_t max_chunks;
+  // Attention computes more than it reads, and what comes next is the other way round: meanwhile memory is idle, and
+  // what is read next is fetched.
+  Following following[2];
 };
 
 struct BlockAttention {
@@ -277,6 +288,54 @@ struct DraftPick {
   float* scores;
 };
 
+// What one thread found among its share of a row's draft logits: the largest, the first place of it, and the first NaN's.
+// A place that is not there is `kNoPlace`.
+constexpr int32_t kNoPlace = INT32_MAX;
+
+struct PartialPick {
+  float value;
+  int32_t place, nan_place;
+};
+
+// One step of the Markov chain: the largest of base + W2 times W1's row of the token before, of all sequences. Each
+// thread looks at consecutive draft ids. Which token stood before follows from what all threads found in the step
+// before, which each of them puts together for itself, so that a step takes one barrier.
+struct MarkovStep {
+  HeadRows base;  // float32 [sequences, 1, draft_vocab]
+  Matrix table;   // W1 [vocab_size, rank]
+  int64_t vocab_size;
+  const void* packed;  // W2: as LinearInt8's with scales, else as LinearFloat's
+  DType packed_dtype;
+  float fixed_scale;  // int8 only, see QuantizedRows
+  const float* channel_scales;
+  const int32_t* offsets;
+  const float* bias;  // may be null
+  int64_t sequences, rank, draft_vocab;
+  const int64_t* anchors;     // [sequences], of the first step; null later
+  const PartialPick* before;  // [threads, sequences], of the step before
+  PartialPick* found;         // [threads, sequences]
+  const int64_t* target_ids;  // see DraftPick
+  int64_t* token_ids;         // [sequences], of the step before; null in the first step
+  float* scores;
+};
+
+// The end of a Markov chain: the last step's tokens, and the confidences of all steps.
+struct MarkovEnd {
+  const PartialPick* before;  // [threads, sequences]
+  const int64_t* target_ids;
+  int64_t sequences, steps;
+  const int64_t* anchors;
+  int64_t* token_ids;  // [steps, sequences]; all but the last step's are there
+  float* scores;       // the same
+  HeadRows hidden;     // [sequences, steps, features]
+  Matrix table;        // data null where confidences do not read it
+  int64_t vocab_size;
+  const float* weights;  // [steps, features + rank], `weight_stride` apart; null without confidences
+  const float* biases;   // [steps], `bias_stride` apart
+  int64_t weight_stride, bias_stride, features, rank;
+  float* confidences;  // [steps, sequences]
+};
+
 // The first place of the largest of a row, and that value; a NaN is larger than every number.
 struct LargestLogit {
   int64_t place;
@@ -306,6 +365,8 @@ struct KernelTable {
   Kernel<Confidence> confidence;
   Kernel<AddLogits> add_logits;
   Kernel<DraftPick> draft_pick;
+  Kernel<MarkovStep> markov_step;
+  Kernel<MarkovEnd> markov_end;
   Kernel<PagedAttention> paged_attention;
   Kernel<PagedAttention> paged_attention_join;  // second step when `partial` is given
   Kernel<BlockAttention> block_attention;
@@ -313,6 +374,7 @@ struct KernelTable {
   // exp((logits - largest) / temperature), 0 where the scaled logit is below `lowest`.
   void (*weigh_logits)(const float* logits, int64_t n, float largest, float temperature, float lowest, float* weights);
   size_t (*attention_scratch_bytes)(int64_t heads, int64_t kv_heads, int64_t head_dim);
+  size_t (*markov_scratch_bytes)(int64_t sequences, int64_t rank);
 };
 
 }  // namespace sparkgap

@@ -31,6 +31,15 @@ void pack_blocks(const PackFloat& args, Worker worker) {
 constexpr int64_t kPartBlocks = 4;
 constexpr int64_t kPartRows = 48;
 
+// How many rows from `row` on, `most` at most, are all to be computed, or as a negative number all to be left out.
+SPARKGAP_INLINE int64_t live_rows(const LinearFloat& args, int64_t row, int64_t most) {
+  if (!args.slots) return most;
+  const bool live = args.slots[row] >= 0;
+  int64_t rows = 1;
+  while (rows < most && (args.slots[row + rows] >= 0) == live) rows++;
+  return live ? rows : -rows;
+}
+
 template <class W, class Out>
 void multiply(const LinearFloat& args, Worker worker) {
   const int64_t blocks = (args.out_features + 15) / 16;
@@ -39,8 +48,12 @@ void multiply(const LinearFloat& args, Worker worker) {
   alignas(64) float sums[kPartRows * kPartBlocks * 16];
   for (int64_t block = begin; block < end; block += kPartBlocks) {
     const int64_t part = smaller(kPartBlocks, end - block);
-    for (int64_t row = 0; row < args.rows; row += kPartRows) {
-      const int64_t rows = smaller(kPartRows, args.rows - row);
+    for (int64_t row = 0, rows; row < args.rows; row += rows) {
+      rows = live_rows(args, row, smaller(kPartRows, args.rows - row));
+      if (rows < 0) {
+        rows = -rows;
+        continue;
+      }
       multiply_tiles(rows, args.x + row * args.x_stride, args.x_stride, 
                      Columns<W>{packed + block * args.in_features * 16, args.in_features * 16, 16}, part, args.in_features, sums, kPartBlocks * 16, false);
       for (int64_t r = 0; r < rows; r++)

@@ -89,5 +89,20 @@ SPARKGAP_INLINE void copy(const From* from, To* to, int64_t n) {
   each_vector(n, [&](int64_t k, int64_t left) SPARKGAP_INLINE_LAMBDA { store_some(to + k, load_some(from + k, left), left); });
 }
 
+SPARKGAP_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
+
+template <class X>
+SPARKGAP_INLINE Floats dot_on(Floats total, const X* x, const float* weight, int64_t n) {
+  for (int64_t k = 0; k < n; k += kLanes) total = fma(load_some(x + k, n - k), load_some(weight + k, n - k), total);
+  return total;
+}
+
+// sigmoid of the lanes' sum and a bias.
+SPARKGAP_INLINE float confidence_of(Floats total, float bias) {
+  float lanes[kLanes];
+  store(lanes, sigmoid(splat(sum(total) + bias)));
+  return lanes[0];
+}
+
 }  // namespace
 }  // namespace sparkgap

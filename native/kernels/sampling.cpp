@@ -7,22 +7,30 @@
 namespace sparkgap::SPARKGAP_VARIANT {
 
 LargestLogit largest_logit(const float* logits, int64_t n) {
-  const int64_t whole = n / kLanes * kLanes;
-  Floats most = splat(-__builtin_inff()), unordered = splat(0.0f);
-  for (int64_t k = 0; k < whole; k += kLanes) {
-    const Floats x = load(logits + k);
-    most = larger(most, x);
+  // Part by part, so that the place is then looked for in one part only.
+  constexpr int64_t kPart = 64 * kLanes;
+  float best = -__builtin_inff();
+  int64_t part = 0;
+  bool nan = false;
+  for (int64_t begin = 0; begin < n && !nan; begin += kPart) {
+    const int64_t end = smaller(n, begin + kPart), whole = begin + (end - begin) / kLanes * kLanes;
+    Floats most = splat(-__builtin_inff()), unordered = splat(0.0f);
+    for (int64_t k = begin; k < whole; k += kLanes) {
+      const Floats x = load(logits + k);
+      most = larger(most, x);
 #pragma GCC unroll 4
-    for (int i = 0; i < kParts; i++) unordered.part[i] = x.part[i] == x.part[i] ? unordered.part[i] : splat_part(1.0f);
-  }
-  float best = largest(most);
-  bool nan = largest(unordered) > 0;
-  for (int64_t k = whole; k < n; k++) {
-    best = larger(best, logits[k]);
-    nan = nan || logits[k] != logits[k];
+      for (int i = 0; i < kParts; i++) unordered.part[i] = x.part[i] == x.part[i] ? unordered.part[i] : splat_part(1.0f);
+    }
+    float here = largest(most);
+    nan = largest(unordered) > 0;
+    for (int64_t k = whole; k < end; k++) {
+      here = larger(here, logits[k]);
+      nan = nan || logits[k] != logits[k];
+    }
+    if (nan || here > best) best = here, part = begin;
   }
   // The first place of the largest value; a NaN, as in torch, is larger than every number.
-  int64_t place = 0;
+  int64_t place = part;
   while (place < n - 1 && !(nan ? logits[place] != logits[place] : logits[place] == best)) place++;
   return {place, nan ? __builtin_nanf("") : best};
 }

@@ -29,12 +29,15 @@ const KernelTable table = {
     .confidence = confidence,
     .add_logits = add_logits,
     .draft_pick = draft_pick,
+    .markov_step = markov_step,
+    .markov_end = markov_end,
     .paged_attention = paged_attention,
     .paged_attention_join = paged_attention_join,
     .block_attention = block_attention,
     .largest_logit = largest_logit,
     .weigh_logits = weigh_logits,
     .attention_scratch_bytes = attention_scratch_bytes,
+    .markov_scratch_bytes = markov_scratch_bytes,
 };
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

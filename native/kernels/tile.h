@@ -1,6 +1,8 @@
 // The float matrix product at the heart of linear layers and attention:
 // C[r][16 b + lane] (+)= sum over k of A[r][k] * B[b][k][lane], k in order, one fused multiply-add each.
 #pragma once
+#include <cstddef>
+
 #include "simd.h"
 
 namespace sparkgap {
@@ -47,16 +49,40 @@ struct PairColumns {
   SPARKGAP_INLINE PairColumns from_block(int64_t block) const { return {at + block * block_stride, block_stride}; }
 };
 
+// What a tile fetches meanwhile, a line a step: nothing, or ...
+struct NoAhead {
+  SPARKGAP_INLINE void begin(int64_t) {}
+  SPARKGAP_INLINE void fetch_line() {}
+};
+
+// ... memory that is read after this, into the second-level cache.
+struct LinesAhead {
+  const std::byte* at;
+  const std::byte* end;
+  int64_t step;
+
+  // For as many lines; where fewer are left, none are fetched any more.
+  SPARKGAP_INLINE void begin(int64_t lines) { step = end - at >= lines * 64 ? 64 : 0; }
+  SPARKGAP_INLINE void fetch_line() {
+    __builtin_prefetch(at, 0, 2);
+    at += step;
+  }
+};
+
 // R rows by B blocks, accumulators in registers. `a_stride`, `c_stride` are between rows; `steps` of `kDepth` each.
 // `more` continues from what C holds.
-template <int R, int B, class W>
-SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, W b, int64_t steps, float* c, int64_t c_stride, bool more) {
+template <int R, int B, class W, class Ahead>
+SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, W b, int64_t steps, float* c, int64_t c_stride, bool more,
+                             Ahead& to_come) {
+  Ahead ahead = to_come;
+  ahead.begin(steps);
   Floats acc[R][B];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < B; j++) acc[r][j] = more ? load(c + r * c_stride + j * 16) : splat(0.0f);
   for (int64_t k = 0; k < steps; k++) {
+    ahead.fetch_line();
 #pragma GCC unroll 2
     for (int part = 0; part < W::kDepth; part++) {
       Floats w[B];
@@ -74,31 +100,39 @@ SPARKGAP_INLINE void tile_of(const float* a, int64_t a_stride, W b, int64_t step
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < B; j++) store(c + r * c_stride + j * 16, acc[r][j]);
+  to_come = ahead;
 }
 
-template <int R, class W>
+template <int R, class W, class Ahead>
 void tile_row_group(const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c, int64_t c_stride,
-                    bool more) {
+                    bool more, Ahead& ahead) {
   constexpr int B = tile_blocks(R);
   int64_t j = 0;
-  for (; j + B <= blocks; j += B) tile_of<R, B>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more);
-  for (; j < blocks; j++) tile_of<R, 1>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more);
+  for (; j + B <= blocks; j += B) tile_of<R, B>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more, ahead);
+  for (; j < blocks; j++) tile_of<R, 1>(a, a_stride, b.from_block(j), steps, c + j * 16, c_stride, more, ahead);
 }
 
-template <int R, class W>
+template <int R, class W, class Ahead>
 SPARKGAP_INLINE void tile_rows(int64_t rows, const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c,
-                               int64_t c_stride, bool more) {
+                               int64_t c_stride, bool more, Ahead& ahead) {
   for (; rows >= R; rows -= R, a += R * a_stride, c += R * c_stride)
-    tile_row_group<R>(a, a_stride, b, blocks, steps, c, c_stride, more);
+    tile_row_group<R>(a, a_stride, b, blocks, steps, c, c_stride, more, ahead);
   if constexpr (R > 1)
-    if (rows > 0) tile_rows<R - 1>(rows, a, a_stride, b, blocks, steps, c, c_stride, more);
+    if (rows > 0) tile_rows<R - 1>(rows, a, a_stride, b, blocks, steps, c, c_stride, more, ahead);
 }
 
 // Any number of rows and blocks.
 template <class W>
 void multiply_tiles(int64_t rows, const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c,
                     int64_t c_stride, bool more) {
-  tile_rows<kTileRows>(rows, a, a_stride, b, blocks, steps, c, c_stride, more);
+  NoAhead nothing;
+  tile_rows<kTileRows>(rows, a, a_stride, b, blocks, steps, c, c_stride, more, nothing);
+}
+
+template <class W>
+void multiply_tiles(int64_t rows, const float* a, int64_t a_stride, W b, int64_t blocks, int64_t steps, float* c,
+                    int64_t c_stride, bool more, LinesAhead& ahead) {
+  tile_rows<kTileRows>(rows, a, a_stride, b, blocks, steps, c, c_stride, more, ahead);
 }
 
 }  // namespace

@@ -26,11 +26,14 @@ void head_gate(const HeadGate&, Worker);
 void confidence(const Confidence&, Worker);
 void add_logits(const AddLogits&, Worker);
 void draft_pick(const DraftPick&, Worker);
+void markov_step(const MarkovStep&, Worker);
+void markov_end(const MarkovEnd&, Worker);
 void paged_attention(const PagedAttention&, Worker);
 void paged_attention_join(const PagedAttention&, Worker);
 void block_attention(const BlockAttention&, Worker);
 LargestLogit largest_logit(const float* logits, int64_t n);
 void weigh_logits(const float* logits, int64_t n, float largest, float temperature, float lowest, float* weights);
 size_t attention_scratch_bytes(int64_t heads, int64_t kv_heads, int64_t head_dim);
+size_t markov_scratch_bytes(int64_t sequences, int64_t rank);
 
 }  // namespace sparkgap::SPARKGAP_VARIANT

@@ -103,7 +103,7 @@ class Executor:
     def blank_weight(
         self, out_features: int, in_features: int, form: str, bias: bool, input_scale: float
     ) -> PackedWeight: ...
-    def linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None: ...
+    def linear(self, x: Tensor, weight: PackedWeight, out: Tensor, slots: Tensor | None = None) -> None: ...
     def quantize_rows(self, x: Tensor, quantized: Tensor, scales: Tensor, fixed_scale: float = 0.0) -> None: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def add_rms_norm(
@@ -153,6 +153,7 @@ class Executor:
         scale: float,
         window: int,
         out: Tensor,
+        following: list[PackedWeight] = ...,
     ) -> None: ...
     def block_attention(
         self,
@@ -191,6 +192,21 @@ class Executor:
     def draft_pick(
         self, base: Tensor, bias: Tensor | None, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor
     ) -> None: ...
+    def markov_chain(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchors: Tensor,
+        lead_rows: int,
+        table: Tensor,
+        weight: PackedWeight,
+        target_ids: Tensor | None,
+        confidence_weights: Tensor | None,
+        confidence_biases: Tensor | None,
+        token_ids: Tensor,
+        scores: Tensor,
+        confidences: Tensor | None,
+    ) -> None: ...
     def draw_tokens(
         self,
         logits: Tensor,
@@ -224,6 +240,16 @@ class Executor:
         max_length: int,
         token_ids: Tensor,
         row_positions: Tensor,
+        slots: Tensor,
+    ) -> None: ...
+    def step_rows(
+        self,
+        context_lengths: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        max_length: int,
+        sources: Tensor,
+        positions: Tensor,
         slots: Tensor,
     ) -> None: ...
     def settle_round(

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,7 +33,7 @@ from sparkgap.errors import ConfigError, EngineError
 from sparkgap.ops import NativeKernels, TorchKernels
 from sparkgap.rounds import speculative
 from tests.bench.test_bench import wrong_at
-from tests.speculating_model import write_looping_pair
+from tests.speculating_model import write_looping_pair, write_mtp
 
 SETTINGS = {"dtype": "float32", "threads": 1, "device": "cpu"}
 
@@ -410,6 +411,7 @@ def test_matrix(command, monkeypatch, arguments):
     assert (report["warmups"], report["phase_context_tokens"]) == (2, 60)
     plain, *others = report["columns"].values()
     assert set(plain["phases_ms"]) == {"decode", "round"}
+    assert any("whole rounds of plain" in note for note in report["notes"])
     for mode, column in zip(modes, others, strict=True):
         assert set(column["phases_ms"]) == {"decode", "verify", "draft", "context", "round"}
         assert all(0 < phase["lowest"] <= phase["median"] for phase in column["phases_ms"].values())
@@ -419,6 +421,27 @@ def test_matrix(command, monkeypatch, arguments):
         assert counts["captures_since_startup"] == 0
         assert (counts["captures_at_startup"] > 0) == (mode != "eager")
         assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked", "pipeline"))
+
+
+def test_matrix_with_an_mtp_drafter(command, pair, monkeypatch, tmp_path):
+    monkeypatch.setattr(latency, "_PHASE_REPEATS", 1)
+    drafter = write_mtp(tmp_path / "mtp", Path(pair[0]), "right")
+    arguments = ["--max-tokens", "12", "--repeats", "1", "--warmups", "0", "--mtp", str(drafter)]
+    status, out, err = command("--matrix", "--mode", "pipeline", *arguments, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report["columns"]) == ["plain", "pipeline", "MTP-3 + pipeline"]
+    assert report["identical"] is True
+    column = report["columns"]["MTP-3 + pipeline"]
+    assert column["per_request"]["draft_tokens"] == 3 * column["per_request"]["draft_rounds"]
+    assert column["acceptance_rate"] > 0.5
+    assert set(column["phases_ms"]) == {"decode", "verify", "draft", "context", "round"}
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "")
+    assert "--mtp is one more column of --matrix" in err
+    status, out, err = command("--matrix", "--mtp", str(pair[1]))
+    assert (status, out) == (2, "")
+    assert "method is mtp, and drafter" in err
 
 
 def test_matrix_in_markdown(command, monkeypatch):
@@ -449,7 +472,21 @@ def test_matrix_without_a_drafter(command):
         assert part in err
 
 
-def test_matrix_asks_for_the_seeds_prompt(command):
+def test_matrix_asks_for_the_seeds_prompt(command, monkeypatch):
+    """And for its numbers of tokens, warm-ups and measured requests, all columns in turn."""
+    given = {}
+
+    def measure(columns, encoded, **settings):
+        given.update(settings, columns=[column.name for column in columns], prompts=len(encoded))
+        raise ConfigError("enough is known")
+
+    monkeypatch.setattr("sparkgap.bench.latency.check_room", lambda *_: None)
+    monkeypatch.setattr("sparkgap.bench.latency.measure_latency", measure)
+    status, _, err = command("--matrix", prompts=False)
+    assert (status, "enough is known" in err) == (2, True)
+    assert (given["num_tokens"], given["warmups"], given["repeats"], given["prompts"]) == (128, 2, 5, 1)
+    assert given["columns"] == ["plain", *latency.MATRIX_MODES]
+    monkeypatch.undo()
     status, out, err = command("--matrix", prompts=False)
     assert (status, out) == (2, "")
     assert "prompt 1868 tokens has 1868 tokens" in err
@@ -480,6 +517,28 @@ def test_phases_need_room_and_quiet(pair):
     stream.close()
     llm.time_phases(10, 1)
     assert llm.generate("hello", SamplingParams(temperature=0, max_tokens=20))[0].outputs == expected
+
+
+def test_a_whole_round_of_the_pipeline_is_chained_on_the_device(pair, monkeypatch):
+    config = {"model": pair[1], "prompt_lookup_max": 3}
+    llm = LLM(pair[0], speculative_config=config, task_pipeline="on", **SETTINGS)
+    runner = llm._engine._pipelined
+    starts, submit = [], runner.pipeline.submit
+
+    def watched(sequences):
+        submit(sequences)
+        slot = runner.pipeline.slots[runner.pipeline.rounds[-1].slot]
+        starts.append((len(runner.pipeline.rounds), int(slot._sources[0]), int(slot._staged_positions[0])))
+
+    monkeypatch.setattr(runner.pipeline, "submit", watched)
+    monkeypatch.setattr(runner.direct, "decode", lambda _: pytest.fail("the host carried the round"))
+    free = llm._engine.scheduler.blocks.num_free_blocks
+    assert llm.time_phases(60, 3)["round"] > 0
+    assert starts == [(1, -1, 60), (2, -1, 60), (2, -1, 60)]
+    assert not runner.pipeline.rounds
+    assert len(runner.pipeline.texts._free) == runner.pipeline.texts.count
+    assert llm._engine.scheduler.blocks.num_free_blocks == free
+    assert llm.graph_counts()["captures_since_startup"] == 0
 
 
 def test_command_without_a_drafter(command):

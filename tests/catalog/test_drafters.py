@@ -96,6 +96,22 @@ SPECULATORS: dict[str, Any] = {
     "target_hidden_size": None,
 }
 
+MTP: dict[str, Any] = {
+    "architectures": ["MTPDraftModel"],
+    "speculators_model_type": "mtp",
+    "speculators_config": {
+        "algorithm": "mtp",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": "target", "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "transformer_layer_config": {**LAYERS, "num_hidden_layers": 1},
+    "draft_vocab_size": 20,
+    "target_hidden_size": 16,
+    "aux_hidden_state_layer_ids": [11],
+    "num_target_layers": 12,
+}
+
 
 @dataclass
 class DictWeights:
@@ -179,15 +195,33 @@ def test_both_formats_name_the_same_layers() -> None:
     assert read_settings(DEEPSPEC, "d").target_layer_ids == read_settings(SPECULATORS, "d").target_layer_ids
 
 
+def test_reads_mtp() -> None:
+    settings = read_settings(MTP, "d")
+    assert settings.method == "mtp"
+    assert settings.target_layer_ids == (10,)
+    assert (settings.draft_vocab_size, settings.target_hidden_size, settings.num_target_layers) == (20, 16, 12)
+    assert (settings.markov_rank, settings.confidence_head) == (0, False)
+    assert (settings.usual_speculative_tokens, settings.max_speculative_tokens) == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1, 1), (5, 5), (16, 16), (17, 3), (0, 3), ("many", 3), (None, 3), (True, 3)]
+)
+def test_tokens_of_an_mtp_drafter_by_default(tokens: object, expected: int) -> None:
+    config = {**MTP, "speculators_config": {"proposal_methods": [{"speculative_tokens": tokens}]}}
+    assert read_settings(config, "d").usual_speculative_tokens == expected
+
+
 @given(st.lists(st.integers(-1, 200), min_size=1, unique=True))
 def test_layer_ids_return(ids: list[int]) -> None:
     assert layer_ids_from_speculators(layer_ids_to_speculators(tuple(ids))) == tuple(ids)
 
 
-@pytest.mark.parametrize("method", ["dspark", "DSpark", "DFLASH", "DFlash"])
+@pytest.mark.parametrize("method", ["dspark", "DSpark", "DFLASH", "DFlash", "MTP", "mtp"])
 def test_methods_are_read_in_any_case(method: str) -> None:
     assert parse_method(method, "d") == method.lower()
-    config = {**without(SPECULATORS, "markov_rank", "enable_confidence_head"), "speculators_model_type": method}
+    parts = MTP if method.lower() == "mtp" else without(SPECULATORS, "markov_rank", "enable_confidence_head")
+    config = {**parts, "speculators_model_type": method}
     assert read_settings(config, "d").method == method.lower()
 
 
@@ -241,6 +275,13 @@ def test_windows_of_all_layers_from_the_dflash_config() -> None:
         ({**SPECULATORS, "speculators_model_type": "eagle3"}, UnsupportedModelError, "'eagle3' is not supported"),
         ({**SPECULATORS, "markov_head_type": "gru"}, UnsupportedModelError, "markov_head_type 'gru'"),
         ({**SPECULATORS, "projector_type": "domino"}, UnsupportedModelError, "projector_type 'domino'"),
+        ({**SPECULATORS, "speculators_model_type": "eagle3"}, UnsupportedModelError, "dspark, dflash and mtp"),
+        ({**MTP, "aux_hidden_state_layer_ids": [4, 11]}, CheckpointError, "reads one layer of the target"),
+        ({**MTP, "aux_hidden_state_layer_ids": None}, CheckpointError, "aux_hidden_state_layer_ids must be"),
+        ({**MTP, "transformer_layer_config": LAYERS}, UnsupportedModelError, "mtp draft model of 2 layers"),
+        ({**MTP, "transformer_layer_config": None}, CheckpointError, "no transformer_layer_config"),
+        ({**MTP, "target_hidden_size": 32}, CheckpointError, "hidden_size 16 must be its target_hidden_size 32"),
+        ({**MTP, "embedding_scale": 2.0}, UnsupportedModelError, "embedding_scale = 2.0"),
         (without(SPECULATORS, "mask_token_id"), CheckpointError, "no mask_token_id"),
         ({**SPECULATORS, "mask_token_id": None}, CheckpointError, "no mask_token_id"),
         (without(SPECULATORS, "block_size"), CheckpointError, "no block_size"),
@@ -296,6 +337,19 @@ def test_tensors_are_checked_against_the_configuration() -> None:
         read_drafter(SPECULATORS, DictWeights({**good, "lm_head.weight": torch.zeros(40, 16)}), "d")
     with pytest.raises(CheckpointError, match=r"tensor selector\.weight belongs to no part"):
         read_drafter(SPECULATORS, DictWeights({**good, "selector.weight": torch.zeros(2)}), "d")
+
+
+def test_tensors_of_mtp_are_checked_against_the_configuration() -> None:
+    good = tensors_of(read_settings(MTP, "d"), optional=True)
+    assert read_drafter(MTP, DictWeights(good), "d").settings.method == "mtp"
+    assert good["eh_proj.weight"].shape == (16, 32)
+    for key in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight", "layers.0.mlp.up_proj.weight"):
+        with pytest.raises(CheckpointError, match=f"has no tensor {key}"):
+            read_drafter(MTP, DictWeights(without(good, key)), "d")
+    with pytest.raises(CheckpointError, match=r"eh_proj.weight has shape \[16, 16\]"):
+        read_drafter(MTP, DictWeights({**good, "eh_proj.weight": torch.zeros(16, 16)}), "d")
+    with pytest.raises(CheckpointError, match=r"tensor fc\.weight belongs to no part of a mtp draft model"):
+        read_drafter(MTP, DictWeights({**good, "fc.weight": torch.zeros(16, 16)}), "d")
 
 
 def test_tensors_that_serving_does_not_read_are_ignored() -> None:
@@ -362,8 +416,9 @@ def test_maps_that_contradict_each_other_are_named() -> None:
         sliding(SPECULATORS, sliding_window_non_causal=False),
         sliding(SPECULATORS, sliding_window_non_causal=True),
         {**SPECULATORS, "target_hidden_size": 48},
+        MTP,
     ],
-    ids=["speculators", "deepspec", "z-lab", "fill-in", "causal", "bidirectional", "wide-target"],
+    ids=["speculators", "deepspec", "z-lab", "fill-in", "causal", "bidirectional", "wide-target", "mtp"],
 )
 def test_writes_what_it_reads(config: dict[str, Any], tmp_path: Path) -> None:
     settings = read_settings(config, "d")
@@ -406,6 +461,12 @@ def test_writes_the_keys_that_other_engines_read(tmp_path: Path) -> None:
     assert config["transformer_layer_config"]["vocab_size"] == 40
     assert config["sample_from_anchor"] is True
     assert config["sliding_window_non_causal"] is True
+    settings = read_settings(MTP, "d")
+    write_speculators_config(tmp_path, settings, verifier="org/target")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["MTPDraftModel"]
+    assert written["speculators_config"]["algorithm"] == "mtp"
+    assert not {"block_size", "mask_token_id", "markov_rank", "sample_from_anchor"} & written.keys()
     tensors = load_file(tmp_path / "model.safetensors")
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
 

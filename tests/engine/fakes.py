@@ -124,11 +124,22 @@ class FakeRunner:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
 
-def make_engine(*, blocks=64, block_size=4, max_model_len=64, script=None, draft=0, fail=None, eos=(EOS,), **settings):
+def make_engine(
+    *,
+    blocks=64,
+    block_size=4,
+    max_model_len=64,
+    script=None,
+    draft=0,
+    fail=None,
+    eos=(EOS,),
+    reads_ahead=False,
+    **settings,
+):
     config = EngineConfig(model="fake", block_size=block_size, **settings)
     runner = FakeRunner(block_size, script, draft, fail)
     limits = ModelLimits("fake", VOCAB, tuple(eos), max_model_len)
-    return Engine(runner, LetterTokenizer(), limits, config, blocks)
+    return Engine(runner, LetterTokenizer(), limits, config, blocks, reads_ahead=reads_ahead)
 
 
 def run(engine, max_steps=5_000):

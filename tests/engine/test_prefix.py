@@ -38,6 +38,21 @@ def test_the_last_token_is_always_computed():
     assert generate(engine, prompt, max_tokens=1).num_cached_tokens == 4
 
 
+def test_a_context_that_reads_ahead_is_found_only_where_the_next_token_is_the_same():
+    engine = make_engine(block_size=4, reads_ahead=True)
+    first = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert generate(engine, first, max_tokens=2).num_cached_tokens == 0
+    assert generate(engine, first, max_tokens=2).num_cached_tokens == 8
+    other = [*first[:8], 20, 21]
+    assert generate(engine, other, max_tokens=2).num_cached_tokens == 4
+    assert generate(engine, other, max_tokens=2).num_cached_tokens == 8
+    assert generate(engine, first, max_tokens=2).num_cached_tokens == 8
+    # The token behind the last block is the answer's first one, which the next turn has, too.
+    answer = generate(engine, [11, 12, 13, 14], max_tokens=1).outputs[0].token_ids
+    assert generate(engine, [11, 12, 13, 14, *answer, 9], max_tokens=1).num_cached_tokens == 4
+    assert_idle(engine)
+
+
 def test_an_answer_is_found_by_the_next_turn():
     """Positions that decode rounds wrote count, but none beyond what the answer kept."""
     for draft in (0, 1, 3):

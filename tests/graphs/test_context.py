@@ -109,7 +109,7 @@ def masked_slots(batch: ForwardBatch, accepted_rows: list[int]) -> Tensor:
 
 def update(side: Side, batch: ForwardBatch, slots: Tensor) -> TargetOutput:
     output = side.passes.decode(batch)
-    side.passes.update_context(output, batch.attention.positions, slots)
+    side.passes.update_context(output, batch.attention.positions, slots, batch.token_ids)
     return output
 
 
@@ -189,7 +189,7 @@ def test_an_update_without_accepted_rows_writes_nothing(mode: str) -> None:
     batch = some_batch(random.Random(0), 3)
     output = side.passes.decode(batch)
     before = side.contents()
-    side.passes.update_context(output, batch.attention.positions, torch.full_like(batch.slots, -1))
+    side.passes.update_context(output, batch.attention.positions, torch.full_like(batch.slots, -1), batch.token_ids)
     for old, new in zip(before, side.contents(), strict=True):
         assert torch.equal(old, new)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_cases import SETTINGS, VOCAB, checkpoint, random_target, random_tensors
+from drafter_cases import MTP_SETTINGS, SETTINGS, VOCAB, checkpoint, random_target, random_tensors
 
 from sparkgap import _native
 from sparkgap.config import SamplingParams
@@ -15,6 +15,7 @@ from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.mtp import MTPDrafter
 from sparkgap.ops.kernels import KVCache
 from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
@@ -35,6 +36,19 @@ HEADS: dict[str, dict[str, Any]] = {
     "gated": {"markov_rank": 12, "markov_head_type": "gated", "confidence_head": True, "draft_vocab_size": 40},
     "rnn": {"markov_rank": 12, "markov_head_type": "rnn", "sample_from_anchor": False},
 }
+
+
+KINDS = [*HEADS, "mtp"]
+
+
+def bound_drafter(kind: str, target: Decoder, kernels: NativeKernels) -> Drafter | MTPDrafter:
+    if kind == "mtp":
+        tensors = random_tensors(replace(MTP_SETTINGS, draft_vocab_size=40), own_head=True)
+        drafter_checkpoint = checkpoint(replace(MTP_SETTINGS, draft_vocab_size=40), tensors)
+        return MTPDrafter.from_checkpoint(drafter_checkpoint, target, kernels, torch.float32, MAX_MODEL_LEN)
+    settings = replace(SETTINGS, **HEADS[kind])
+    tensors = random_tensors(settings, own_head=True)
+    return Drafter.from_checkpoint(checkpoint(settings, tensors), target, kernels, torch.float32)
 
 
 def filled_caches(layers: int, kv_heads: int, head_dim: int, seed: int) -> list[KVCache]:
@@ -70,20 +84,14 @@ class Pair:
 def make_pair(heads: str | None, quantization: Any = None, threads: int = 2, sampled: bool = True) -> Pair:
     kernels = NativeKernels(threads=threads, quantization=quantization)
     target: Decoder = random_target(1, kernels)
-    drafter = None
-    if heads is not None:
-        settings = replace(SETTINGS, **HEADS[heads])
-        drafter = Drafter.from_checkpoint(
-            checkpoint(settings, random_tensors(settings, own_head=True)), target, kernels, torch.float32
-        )
+    drafter = None if heads is None else bound_drafter(heads, target, kernels)
 
     def caches() -> tuple[list[KVCache], DraftModel | None]:
         config = target.config
         own = filled_caches(config.num_layers, config.num_kv_heads, config.head_dim, 2)
         if drafter is None:
             return own, None
-        backbone = drafter.config.backbone
-        draft = filled_caches(backbone.num_layers, backbone.num_kv_heads, backbone.head_dim, 3)
+        draft = [cache for shape in drafter.cache_shapes for cache in filled_caches(*shape, 3)]
         return own, DraftModel(drafter, draft, N)
 
     return Pair(
@@ -134,23 +142,29 @@ def run_target(pair: Pair, chance: random.Random, number: int, rows: int) -> Non
     rejected = torch.tensor([chance.random() < 0.4 for _ in range(number * rows)])
     slots = batch.slots.masked_fill(rejected, -1)
     positions = batch.attention.positions
-    pair.eager.update_context(expected, positions, slots)
-    pair.captured.update_context(ours, positions, slots)
+    following = torch.tensor([chance.randrange(VOCAB) for _ in range(number * rows)])
+    pair.eager.update_context(expected, positions, slots, following)
+    pair.captured.update_context(ours, positions, slots, following)
 
 
 def run_draft(pair: Pair, chance: random.Random, number: int, sampled: bool) -> None:
-    sequences = some_sequences(chance, number, 1)
+    sequences = some_sequences(chance, number, N)
     lengths = [s.num_computed_tokens for s in sequences]
     inputs = (
         torch.tensor([chance.randrange(VOCAB) for _ in sequences]),
         torch.tensor(lengths),
-        block_tables([s.block_table for s in sequences], max(lengths), BLOCK, CPU),
+        block_tables([s.block_table for s in sequences], MAX_MODEL_LEN, BLOCK, CPU),
         max(lengths),
     )
     ours: Any
     expected: Any
     if sampled:
-        ours, expected = pair.captured.draft(*inputs), pair.eager.draft(*inputs)
+        model = pair.eager.drafting
+        assert model is not None
+        ours, expected = (
+            model.drafter.propose(inputs[0], side.draft(*inputs), lambda _, logits: logits.argmax(-1))
+            for side in (pair.captured, pair.eager)
+        )
     else:
         ours, expected = pair.captured.propose(*inputs), pair.eager.propose(*inputs)
     for a, b in zip(ours, expected, strict=True):
@@ -158,7 +172,7 @@ def run_draft(pair: Pair, chance: random.Random, number: int, sampled: bool) -> 
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8"])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", KINDS)
 def test_replays_equal_eager_passes(heads: str, quantization: str | None) -> None:
     chance = random.Random(heads)
     pair = make_pair(heads, quantization, threads=1 + len(heads) % 2)
@@ -190,7 +204,7 @@ def test_thousands_of_plain_replays() -> None:
     assert pair.captured.report().replays["target"] == 2000
 
 
-@pytest.mark.parametrize("heads", [None, *HEADS])
+@pytest.mark.parametrize("heads", [None, *KINDS])
 def test_capturing_changes_no_kv_byte(heads: str | None) -> None:
     """Nor do the trial replays at startup: eager passes captured nothing, and its caches have the first content."""
     pair = make_pair(heads)
@@ -251,7 +265,7 @@ def test_prompt_passes_are_neither_replays_nor_counted() -> None:
     batch = forward_batch([RowSpan(sequence, 0, [3, 4, 5])], BLOCK, CPU)
     with torch.inference_mode():
         output = pair.captured.prefill(batch)
-        pair.captured.update_context(output, batch.attention.positions, batch.slots)
+        pair.captured.update_context(output, batch.attention.positions, batch.slots, batch.token_ids)
     assert output.logits is None
     assert pair.captured.report().report()["replays"] == {"target": 0, "draft": 0, "context": 0}
     assert not pair.captured.report().eager

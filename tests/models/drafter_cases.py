@@ -58,6 +58,17 @@ SETTINGS = DrafterSettings(
 )
 
 
+MTP_SETTINGS = DrafterSettings(
+    method="mtp",
+    transformer={**TRANSFORMER, "num_hidden_layers": 1},
+    layer_windows=(None,),
+    layer_causal=(True,),
+    target_hidden_size=HIDDEN,
+    target_layer_ids=(3,),
+    draft_vocab_size=VOCAB,
+)
+
+
 @dataclass
 class DictWeights:
     """A WeightSource over tensors in memory."""

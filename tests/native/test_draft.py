@@ -142,6 +142,79 @@ def test_sequences_threads_and_variants_do_not_show(
                 assert torch.equal(a, b[part])
 
 
+@pytest.mark.parametrize("form", ["w8a8", "float32", "bfloat16"])
+@some
+@given(data=st.data())
+def test_vanilla_chain_in_one_kernel_equals_its_steps(make: Make, variant: str, form: str, data: st.DataObject) -> None:
+    """Every bit, with shares of the vocabulary that are empty, and logits that are equal or not numbers."""
+    vocab = data.draw(st.integers(1, 130))
+    draft_vocab = data.draw(st.integers(1, vocab))
+    hidden, rank = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 3, 16, 40, 64, 65]))
+    sequences, lead = data.draw(st.sampled_from([1, 2, 3, 8, 12, 13, 25])), data.draw(st.integers(0, 1))
+    steps, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 999))
+    heads = make_heads(
+        "vanilla", vocab, draft_vocab, hidden, rank, data.draw(st.sampled_from(["none", "plain", "markov"])), seed
+    )
+    assert heads.w2 is not None
+    if data.draw(st.booleans()):
+        heads = replace(heads, w2=LinearWeight(heads.w2.weight, torch.randn(draft_vocab)))
+    if form == "bfloat16":
+        assert heads.w1 is not None
+        assert heads.w2 is not None
+        heads = replace(heads, w1=heads.w1.bfloat16(), w2=LinearWeight(heads.w2.weight.bfloat16(), heads.w2.bias))
+    if data.draw(st.booleans()):
+        heads = heads.calibrate([(0.5 + 0.75 * place, place - 1.5) for place in range(steps + 1)])
+    logits, features, anchors = block(sequences, lead + steps, vocab, draft_vocab, hidden, seed)
+    spoilt = data.draw(st.sampled_from(["nothing", "equal", "nan", "infinite"]))
+    if spoilt == "equal":
+        logits = logits.round()
+        heads = replace(heads, w1=torch.zeros_like(heads.w1))
+    elif spoilt != "nothing":
+        value = torch.nan if spoilt == "nan" else -torch.inf
+        logits = logits.masked_fill(torch.rand(logits.shape) < data.draw(st.sampled_from([0.05, 1.0])), value)
+    kernels = make(variant, data.draw(st.sampled_from([1, 2, 5])), quantization="w8a8" if form == "w8a8" else None)
+    packed = prepared(kernels, heads)
+    chain = kernels.draft_chain(logits, features, anchors, packed, lead)
+    assert (chain.confidences is not None) == heads.has_confidences
+    steps_chain = type(chain)(*(None if t is None else torch.empty_like(t.t().contiguous()) for t in chain))
+    kernels._chain_by_steps(logits, features, anchors, packed, lead, steps_chain)
+    for ours, expected in zip(chain, steps_chain, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, expected.t(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_call_a_token(make: Make, variant: str) -> None:
+    kernels = make(variant, quantization="w8a8")
+    heads = prepared(kernels, make_heads("vanilla", 300, 211, 24, 20, "markov"))
+    graph, inputs = CpuGraph(kernels.executor), block(2, 7, 300, 211, 24, 0)
+    with graph.capture():
+        kernels.draft_chain(*inputs, heads)
+    assert [call.kind for call in graph.profile(1)] == ["MarkovStep"] * 7 + ["MarkovEnd"]
+
+
+def test_a_token_outside_the_head_is_reported(make: Make, variant: str) -> None:
+    kernels = make(variant)
+    heads = prepared(kernels, make_heads("vanilla", 30, 30, 8, 4, "markov"))
+    logits, hidden, _ = block(2, 3, 30, 30, 8, 0)
+    for anchor in (-1, 30):
+        with pytest.raises(IndexError, match="token id"):
+            kernels.draft_chain(logits, hidden, torch.tensor([0, anchor]), heads)
+
+
+def test_wrong_operands_of_a_chain_are_refused() -> None:
+    kernels = NativeKernels(threads=1)
+    heads = prepared(kernels, make_heads("vanilla", 30, 20, 8, 4, "markov"))
+    logits, hidden, anchors = block(2, 3, 30, 20, 8, 0)
+    with pytest.raises(ValueError, match=r"\[draft_vocab, rank\]"):
+        kernels.draft_chain(torch.zeros(2, 3, 19), hidden, anchors, replace(heads, target_ids=None))
+    with pytest.raises(ValueError, match="lead_rows"):
+        kernels.draft_chain(logits, hidden, anchors, heads, -1)
+    with pytest.raises(ValueError, match="anchors"):
+        kernels.draft_chain(logits, hidden, anchors[:1], heads)
+    with pytest.raises(ValueError, match="confidence_weights"):
+        kernels.draft_chain(logits, hidden, anchors, heads.calibrate([(1.0, 0.0)] * 2))
+
+
 def test_broken_and_equal_logits(make: Make, variant: str) -> None:
     """As torch: the first of equals, and a NaN is larger than every number and shows in the score."""
     kernels = make(variant)

@@ -52,7 +52,7 @@ def test_as_the_reference(
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     logits[1, : vocab // 2] = -torch.inf
     keys = [(seed * 7919 + row, row * 1000 + seed % 5) for row in range(3)]
-    tokens = DeviceDraw(make(variant))(logits, [params] * 3, keys).tolist()
+    tokens = DeviceDraw(make(variant))(logits, [params] * 3, keys).token_ids.tolist()
     for row, token in enumerate(tokens):
         if params.greedy:
             assert token == int(logits[row].argmax())
@@ -73,7 +73,7 @@ def test_exact_cases(make: Make, variant: str) -> None:
         for seed in range(40):
             kept = 16 if params.top_p < 1 else 64
             expected = int(uniform_number(seed, 9, Purpose.TARGET) * kept)
-            assert draw(logits, [params], [(seed, 9)]).tolist() == [expected]
+            assert draw(logits, [params], [(seed, 9)]).token_ids.tolist() == [expected]
 
 
 def test_variants_threads_and_neighbours_do_not_show(make: Make, variant: str) -> None:
@@ -85,8 +85,9 @@ def test_variants_threads_and_neighbours_do_not_show(make: Make, variant: str) -
     expected = DeviceDraw(make("portable", 1))(logits, params, keys)
     for threads in (1, 2, 4):
         draw = DeviceDraw(make(variant, threads))
-        assert torch.equal(draw(logits, params, keys), expected)
-        assert torch.equal(draw(logits[4:6], params[4:6], keys[4:6]), expected[4:6])
+        assert torch.equal(draw(logits, params, keys).token_ids, expected.token_ids)
+        assert torch.equal(draw(logits, params, keys).largest, logits.amax(-1))
+        assert torch.equal(draw(logits[4:6], params[4:6], keys[4:6]).token_ids, expected.token_ids[4:6])
 
 
 def test_rows_of_one_sequence_and_rows_that_are_not_numbers(make: Make, variant: str) -> None:

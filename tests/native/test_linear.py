@@ -101,6 +101,21 @@ def test_float_linear(
     assert torch.equal(half, wide.bfloat16())
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "float32"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(slots=st.lists(st.sampled_from([-1, 0, 7]), min_size=1, max_size=60), seed=st.integers(0, 2**20))
+def test_rows_without_a_slot_are_left_out(make: Make, variant: str, form: str, slots: list[int], seed: int) -> None:
+    kernels = kernels_for(make, variant, form)
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(slots), 33, generator=g)
+    weight = prepared(kernels, form, torch.randn(70, 33, generator=g), torch.randn(70, generator=g))
+    out, live = torch.full((len(slots), 70), -9.0), torch.tensor(slots) >= 0
+    kernels.executor.linear(x, weight.packed, out, torch.tensor(slots))
+    assert torch.equal(out[live], kernels.linear(x, weight)[live])
+    assert (out[~live] == -9.0).all()
+    assert torch.equal(kernels.written_linear(x, weight, torch.tensor(slots))[live], out[live])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [2, 7, 12, 13, 48, 49, 64, 130])
 def test_rows_are_independent(make: Make, variant: str, form: str, rows: int) -> None:

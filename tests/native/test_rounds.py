@@ -264,3 +264,63 @@ def test_a_text_that_is_not_there_is_a_fault_and_wrong_lengths_are_refused() -> 
             kernels.look_up(texts, row, positions, drafts, lengths, out)
     with pytest.raises(ValueError, match="texts"):
         kernels.look_up(texts.long(), row, positions, drafts, (1, 2), out)
+
+
+@some
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**31), st.booleans())
+def test_step_rows_are_the_references(sequences: int, steps: int, seed: int, graph: bool) -> None:
+    """Contexts of any length up to the table's, sequences that only pad, and rows beyond the end."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, MAX_LENGTH + 1, (sequences,), generator=generator)
+    lengths[torch.rand(sequences, generator=generator) < 0.3] = MAX_LENGTH
+    tables = torch.randint(0, 500, (sequences, MAX_BLOCKS), generator=generator).int()
+    max_length = int(torch.randint(int(lengths.max().clamp(min=1)), 2 * MAX_LENGTH, (1,), generator=generator))
+    kernels = NativeKernels(threads=1)
+    operands = (lengths, tables, steps, BLOCK_SIZE, max_length)
+    expected = REFERENCE.step_rows(*operands)
+    if graph:
+        recorded = CpuGraph(kernels.executor)
+        with recorded.capture():
+            found = kernels.step_rows(*operands)
+        recorded.replay()
+    else:
+        found = kernels.step_rows(*operands)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    limit = min(max_length, MAX_BLOCKS * BLOCK_SIZE)
+    for sequence, length in enumerate(lengths.tolist()):
+        for step in range(steps):
+            position, slot = int(found.positions[step, sequence]), int(found.slots[step, sequence])
+            wanted = length - 1 + step
+            if length == 0:
+                assert (position, slot, int(found.sources[sequence])) == (0, -1, 0)
+                continue
+            assert position == min(wanted, limit - 1)
+            block = int(tables[sequence, position // BLOCK_SIZE])
+            place = block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert slot == (place if step > 0 and wanted < limit else -1)
+            if step == 0:
+                assert int(found.sources[sequence]) == place
+
+
+@pytest.mark.parametrize("length", [-1, MAX_BLOCKS * BLOCK_SIZE + 1])
+def test_step_rows_of_a_context_out_of_range(length: int) -> None:
+    tables = torch.zeros((1, MAX_BLOCKS), dtype=torch.int32)
+    with pytest.raises(IndexError):
+        NativeKernels(threads=1).step_rows(torch.tensor([length]), tables, 3, BLOCK_SIZE, 2 * MAX_LENGTH)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_picked_draft_token_is_the_references(reduced: bool) -> None:
+    logits = torch.randn(5, 37, generator=torch.Generator().manual_seed(1))
+    logits[1, 4] = torch.nan
+    logits[2] = 0.0
+    ids = torch.arange(37).flip(0) * 2 if reduced else None
+    found = []
+    for kernels in (NativeKernels(threads=1), REFERENCE):
+        token_ids, scores = torch.zeros(5, dtype=torch.int64), torch.zeros(5)
+        kernels.draft_pick(logits, ids, token_ids, scores)
+        found.append((token_ids, scores))
+    (ours, our_scores), (theirs, their_scores) = found
+    assert torch.equal(ours, theirs)
+    assert torch.equal(our_scores.nan_to_num(-7.0), their_scores.nan_to_num(-7.0))

@@ -146,11 +146,18 @@ class RecordingDrafter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
-    def context_update(self, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, caches: Any) -> None:
+    def context_update(
+        self,
+        captured: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        caches: Any,
+        following: torch.Tensor,
+    ) -> None:
         for row, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
             if slot >= 0:
                 self.written[slot] = (captured[row].clone(), position)
-        self.drafter.context_update(captured, positions, slots, caches)
+        self.drafter.context_update(captured, positions, slots, caches, following)
 
 
 def test_context_kv_after_rounds_is_that_of_one_update_to_the_bit() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparkgap.cli import main
-from sparkgap.train.run import head_rows
+from sparkgap.train.building import head_rows
 
 
 @pytest.mark.parametrize(

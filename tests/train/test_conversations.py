@@ -10,7 +10,6 @@ from rich.console import Console
 from sparkgap.catalog.checkpoint import open_checkpoint
 from sparkgap.errors import ConfigError
 from sparkgap.models.loading import load_target
-from sparkgap.train.config import FeatureConfig
 from sparkgap.train.conversations import SampledTokens, collect, file_turns, plain_encoding, read_prompts
 from sparkgap.train.features import Examples, write_shard
 from sparkgap.train.generation import Conversation, ConversationSampler, LaneKernels
@@ -191,7 +190,6 @@ def test_the_count_ends_with_the_given_turns():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_count_ends_at_what_there_is(settings, target, checkpoint, tmp_path, monkeypatch, workers):
     config = settings(conversation={"answer_tokens": 30, "shard_conversations": 6}).conversation
-    features = FeatureConfig((0,), 4)
     progress = Progress(Console(quiet=True))
     shown = []
     set_ = Bar.set
@@ -201,7 +199,7 @@ def test_the_count_ends_at_what_there_is(settings, target, checkpoint, tmp_path,
         shown.append((done, self.total, self._initial))
 
     monkeypatch.setattr(Bar, "set", recorded)
-    arguments = (target, workers, turn_template(checkpoint), checkpoint.tokenizer, config, features, 0, progress)
+    arguments = (target, workers, turn_template(checkpoint), checkpoint.tokenizer, config, (0,), 4, 0, progress)
     paths = collect(tmp_path, *arguments)
     tokens = Examples(paths).answer_tokens
     assert tokens > config.answer_tokens

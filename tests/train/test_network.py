@@ -13,11 +13,11 @@ from sparkgap.models.drafter import Drafter
 from sparkgap.models.loading import load_target
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.building import build_network
 from sparkgap.train.config import NetworkConfig, TrainConfig
 from sparkgap.train.evaluate import draft_greedily
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.network import AnchorBatch
-from sparkgap.train.run import build_network
 from tests.tiny_model import CONFIG
 
 

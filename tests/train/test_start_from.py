@@ -9,10 +9,11 @@ from torch.testing import assert_close
 from sparkgap.catalog.drafters import open_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.building import build_network
 from sparkgap.train.config import NetworkConfig
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.loop import Trainer
-from sparkgap.train.run import build_network, train
+from sparkgap.train.run import train
 from sparkgap.train.start_from import copy_weights
 from tests.train.conftest import make_settings
 from tests.train.test_network import random_network, target  # noqa: F401

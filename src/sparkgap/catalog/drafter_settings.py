@@ -10,13 +10,15 @@ from sparkgap.catalog.keys import LARGEST_INTEGER, Keys, shown
 from sparkgap.config import is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
-DraftMethod = Literal["dspark", "dflash"]
-"""`dspark` has sequential heads, `dflash` is the same block drafter without them."""
+DraftMethod = Literal["dspark", "dflash", "mtp"]
+"""`dspark` has sequential heads, `dflash` is the same block drafter without them; `mtp` is one layer that is applied
+again to what it gave (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 """How the token before changes the logits of a draft token (arXiv 2607.05147, section 3)."""
 
-DRAFT_METHODS: tuple[DraftMethod, ...] = ("dspark", "dflash")
+BLOCK_METHODS: tuple[DraftMethod, ...] = ("dspark", "dflash")
+DRAFT_METHODS: tuple[DraftMethod, ...] = (*BLOCK_METHODS, "mtp")
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = ("vanilla", "gated", "rnn")
 
 _EMBEDDING_OUTPUT = -1
@@ -27,6 +29,12 @@ _SLIDING = "sliding_attention"
 _LARGEST_BLOCK = 1024
 _MOST_LAYERS = 1000
 """Far above any drafter; damaged numbers must not cost memory."""
+
+MOST_MTP_TOKENS = 16
+"""Most draft tokens a round of an MTP drafter; each is one more pass of its layer."""
+
+DEFAULT_MTP_TOKENS = 3
+"""Draft tokens a round of an MTP drafter whose checkpoint does not say."""
 
 OWN_KEY = "sparkgap"
 """Key of config.json for what no other engine writes; others ignore it."""
@@ -40,6 +48,9 @@ _HEAD_KEYS = frozenset(
     }
 )  # fmt: skip
 """Top-level keys of a DeepSpec config that are not the transformer's."""
+
+_BLOCK_KEYS = frozenset({"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"})
+"""Keys of parts that an MTP drafter does not have."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_sink_bias": (False,),
@@ -61,7 +72,7 @@ class DrafterSettings:
     """A draft checkpoint's configuration, whatever its format.
 
     Attributes:
-        method: `dspark` or `dflash`.
+        method: `dspark`, `dflash` or `mtp`.
         transformer: the draft layers in Hugging Face keys of Qwen3 (`hidden_size`, `num_hidden_layers`, ...,
             `vocab_size` is the target's).
         layer_windows: sliding window of each draft layer, None where it sees its whole context.
@@ -69,12 +80,12 @@ class DrafterSettings:
             block; False is the bidirectional block.
         target_hidden_size: size of one captured hidden state of the target.
         target_layer_ids: captured layers; id `k` is the residual stream *after* layer `k`, -1 the embedding's
-            output, as everywhere in this engine.
-        block_size: rows of a block in training, the anchor's included.
-        mask_token_id: token of the rows that follow the anchor.
+            output, as everywhere in this engine. An MTP drafter has one.
+        draft_vocab_size: size of the draft vocabulary.
+        block_size: rows of a block in training, the anchor's included; 0 for MTP, which has no blocks.
+        mask_token_id: token of the rows that follow the anchor; 0 for MTP, which has none.
         sample_from_anchor: the anchor's row predicts the first draft token; when False only mask rows predict,
             each the token at its own position.
-        draft_vocab_size: size of the draft vocabulary.
         markov_rank: rank of the Markov head, 0 for none.
         markov_head_type: kind of the Markov head.
         confidence_head: whether the checkpoint has one.
@@ -93,10 +104,10 @@ class DrafterSettings:
     layer_causal: tuple[bool, ...]
     target_hidden_size: int
     target_layer_ids: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    sample_from_anchor: bool
     draft_vocab_size: int
+    block_size: int = 0
+    mask_token_id: int = 0
+    sample_from_anchor: bool = True
     markov_rank: int = 0
     markov_head_type: MarkovHeadType = "vanilla"
     confidence_head: bool = False
@@ -108,8 +119,16 @@ class DrafterSettings:
 
     @property
     def max_speculative_tokens(self) -> int:
-        """Most tokens one block predicts."""
+        """Most tokens one draft has: a whole block, or what MTP is limited to."""
+        if self.method == "mtp":
+            return MOST_MTP_TOKENS
         return self.block_size - (0 if self.sample_from_anchor else 1)
+
+    @property
+    def usual_speculative_tokens(self) -> int:
+        """Draft tokens a round unless the user says otherwise."""
+        whole = DEFAULT_MTP_TOKENS if self.method == "mtp" else self.max_speculative_tokens
+        return self.default_speculative_tokens or whole
 
 
 def parse_method(method: object, name: str) -> DraftMethod:
@@ -118,12 +137,11 @@ def parse_method(method: object, name: str) -> DraftMethod:
     Raises:
         UnsupportedModelError: another method; the message names it and those that run.
     """
-    for known in DRAFT_METHODS:
-        if isinstance(method, str) and method.lower() == known:
-            return known
-    raise UnsupportedModelError(
-        f"drafter {name}: method {shown(method)} is not supported; this engine runs {' and '.join(DRAFT_METHODS)}"
-    )
+    for candidate in DRAFT_METHODS:
+        if isinstance(method, str) and method.lower() == candidate:
+            return candidate
+    known = f"{', '.join(DRAFT_METHODS[:-1])} and {DRAFT_METHODS[-1]}"
+    raise UnsupportedModelError(f"drafter {name}: method {shown(method)} is not supported; this engine runs {known}")
 
 
 def layer_ids_from_speculators(layer_ids: list[int]) -> tuple[int, ...]:
@@ -160,6 +178,9 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
         raise CheckpointError(f"drafter {name}: config.json has no transformer_layer_config")
     _refuse_unknown_features(config, name)
     _refuse_unknown_features(transformer, name)
+    target_layer_ids = layer_ids_from_speculators(_layer_ids(config, "aux_hidden_state_layer_ids", name))
+    if method == "mtp":
+        return _read_mtp(config, name, transformer, target_layer_ids)
     if (projector := config.get("projector_type", "dflash")) != "dflash":
         raise UnsupportedModelError(f"drafter {name}: projector_type {shown(projector)} is not supported")
     block_size = _integer(config, "block_size", name, minimum=1, maximum=_LARGEST_BLOCK)
@@ -177,10 +198,43 @@ def _read_speculators(config: Mapping[str, Any], name: str) -> DrafterSettings:
         transformer=transformer,
         layer_windows=windows,
         layer_causal=tuple(causal_when_sliding and window is not None for window in windows),
-        target_layer_ids=layer_ids_from_speculators(_layer_ids(config, "aux_hidden_state_layer_ids", name)),
+        target_layer_ids=target_layer_ids,
         block_size=block_size,
+        mask_token_id=_integer(config, "mask_token_id", name),
         sample_from_anchor=sample_from_anchor,
     )
+
+
+def _read_mtp(
+    config: Mapping[str, Any], name: str, transformer: Mapping[str, Any], target_layer_ids: tuple[int, ...]
+) -> DrafterSettings:
+    """One layer, which reads one hidden state of the target and gives one of the same size."""
+    if len(target_layer_ids) != 1:
+        raise CheckpointError(
+            f"drafter {name}: an mtp draft model reads one layer of the target, and aux_hidden_state_layer_ids has "
+            f"{len(target_layer_ids)}"
+        )
+    if _integer(transformer, "num_hidden_layers", name, minimum=1, maximum=_MOST_LAYERS) != 1:
+        raise UnsupportedModelError(
+            f"drafter {name}: an mtp draft model of {transformer['num_hidden_layers']} layers is not supported; this "
+            "engine applies one layer again and again"
+        )
+    settings = _settings(
+        {key: value for key, value in config.items() if key not in _BLOCK_KEYS},
+        name,
+        method="mtp",
+        transformer=transformer,
+        layer_windows=_windows(transformer, transformer.get("layer_types"), transformer.get("sliding_window"), name),
+        layer_causal=(True,),
+        target_layer_ids=target_layer_ids,
+    )
+    hidden_size = transformer["hidden_size"]
+    if settings.target_hidden_size != hidden_size:
+        raise CheckpointError(
+            f"drafter {name}: an mtp draft model's hidden_size {hidden_size} must be its target_hidden_size "
+            f"{settings.target_hidden_size}: what the layer gives is read in place of the target's hidden state"
+        )
+    return settings
 
 
 def _layout_from_proposals(config: Mapping[str, Any], name: str, block_size: int, method: DraftMethod) -> bool:
@@ -230,7 +284,7 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
     _refuse_unknown_features(merged, name)
     architecture = next(iter(_keys(config, name).strings("architectures") or ()), "")
     projector = nested.get("projector_type", "dflash")
-    if projector not in DRAFT_METHODS:
+    if projector not in BLOCK_METHODS:
         raise UnsupportedModelError(f"drafter {name}: projector_type {shown(projector)} is not supported")
     if "dspark" not in architecture.lower() and "dflash" not in architecture.lower():
         raise UnsupportedModelError(
@@ -261,6 +315,7 @@ def _read_deepspec(config: Mapping[str, Any], name: str) -> DrafterSettings:
         layer_causal=causal,
         target_layer_ids=tuple(_layer_ids(merged, "target_layer_ids", name)),
         block_size=_integer(merged, "block_size", name, minimum=1, maximum=_LARGEST_BLOCK),
+        mask_token_id=_integer(merged, "mask_token_id", name),
         sample_from_anchor=keys.flag("sample_from_anchor", "dspark" in architecture.lower()),
     )
 
@@ -274,8 +329,9 @@ def _settings(
     layer_windows: tuple[int | None, ...],
     layer_causal: tuple[bool, ...],
     target_layer_ids: tuple[int, ...],
-    block_size: int,
-    sample_from_anchor: bool,
+    block_size: int = 0,
+    mask_token_id: int = 0,
+    sample_from_anchor: bool = True,
 ) -> DrafterSettings:
     """The settings both formats spell alike, with the ones given."""
     vocab_size = _integer(transformer, "vocab_size", name, minimum=1)
@@ -295,6 +351,7 @@ def _settings(
             f"drafter {name}: confidence_head_with_markov needs a Markov head, and markov_rank is {markov_rank}"
         )
     max_tokens = block_size - (0 if sample_from_anchor else 1)
+    most_by_default = MOST_MTP_TOKENS + 1 if method == "mtp" else max_tokens
     own = Keys(keys.mapping(OWN_KEY) or {}, _label(name, f"{OWN_KEY}.{{key}}"))
     made_for = own.mapping("target")
     calibration = _label(name, f"{OWN_KEY}.confidence_calibration.{{key}}")
@@ -306,7 +363,7 @@ def _settings(
         target_hidden_size=keys.integer("target_hidden_size", hidden_size),
         target_layer_ids=target_layer_ids,
         block_size=block_size,
-        mask_token_id=_integer(config, "mask_token_id", name),
+        mask_token_id=mask_token_id,
         sample_from_anchor=sample_from_anchor,
         draft_vocab_size=keys.integer("draft_vocab_size", vocab_size),
         markov_rank=markov_rank,
@@ -314,7 +371,7 @@ def _settings(
         confidence_head=confidence_head,
         confidence_head_with_markov=with_markov,
         num_target_layers=keys.optional_integer("num_target_layers"),
-        default_speculative_tokens=_default_tokens(config, name, max_tokens),
+        default_speculative_tokens=_default_tokens(config, name, most_by_default),
         confidence_scaling=_confidence_scaling(own, calibration, max_tokens) if confidence_head else (),
         made_for=None if made_for is None else read_identity(made_for, _label(name, f"{OWN_KEY}.target.{{key}}")),
     )

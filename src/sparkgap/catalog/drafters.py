@@ -2,7 +2,8 @@
 
 Both formats are a directory with `config.json` and safetensors files, and name the tensors alike: `layers.*`,
 `norm`, `fc`, `hidden_norm`, `markov_head.*`, `confidence_head.*`, and optionally `embed_tokens`, `lm_head`, `d2t`,
-`t2d`.
+`t2d`. An MTP drafter, which only the speculators format has, has `enorm`, `hnorm` and `eh_proj` in place of `fc` and
+`hidden_norm`, under DeepSeek-V3's names.
 They differ in `config.json` (see `drafter_settings`). Sources: deepseek-ai/DeepSpec (`Qwen3DSparkModel`), z-lab
 (`DFlashDraftModel`), vllm-project/speculators (`DSparkDraftModel`, `DFlashDraftModel`).
 """
@@ -35,7 +36,7 @@ _QWEN3_HEAD_DIM = 128
 _QWEN3_KV_HEADS = 32
 """What transformers takes where a Qwen3 configuration does not say."""
 
-_ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}
+_ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "mtp": "MTPDraftModel"}
 
 Shape = tuple[int, ...]
 
@@ -108,11 +109,13 @@ def tensor_shapes(settings: DrafterSettings) -> tuple[dict[str, Shape], dict[str
     heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads", _QWEN3_KV_HEADS)
     head_dim = config.integer("head_dim", _QWEN3_HEAD_DIM)
     q_size, kv_size = heads * head_dim, kv_heads * head_dim
-    required: dict[str, Shape] = {
-        "fc.weight": (hidden, len(settings.target_layer_ids) * settings.target_hidden_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
+    required: dict[str, Shape] = {"norm.weight": (hidden,)}
+    if settings.method == "mtp":
+        required["enorm.weight"] = required["hnorm.weight"] = (hidden,)
+        required["eh_proj.weight"] = (hidden, 2 * hidden)
+    else:
+        required["fc.weight"] = (hidden, len(settings.target_layer_ids) * settings.target_hidden_size)
+        required["hidden_norm.weight"] = (hidden,)
     for i in range(config.integer("num_hidden_layers")):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         projections = {
@@ -247,8 +250,8 @@ def write_speculators(
         CheckpointError: tensors do not fit the settings, or the format cannot express them.
     """
     name = directory.name
-    if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
-        raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
+    if settings.method != "dspark" and (settings.markov_rank or settings.confidence_head):
+        raise CheckpointError(f"drafter {name}: a {settings.method} drafter has no Markov or confidence head")
     _check_tensors(settings, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, name)
     if settings.draft_vocab_size < settings.transformer["vocab_size"]:
         for key in ("d2t", "t2d", "lm_head.weight"):
@@ -287,20 +290,6 @@ def _speculators_config(
     settings: DrafterSettings, name: str, verifier: str, verifier_architectures: Sequence[str]
 ) -> dict[str, Any]:
     windows = {window for window in settings.layer_windows if window is not None}
-    causal = {
-        is_causal
-        for window, is_causal in zip(settings.layer_windows, settings.layer_causal, strict=True)
-        if window is not None
-    }
-    full_causal = any(
-        is_causal and window is None
-        for window, is_causal in zip(settings.layer_windows, settings.layer_causal, strict=True)
-    )
-    if len(windows) > 1 or len(causal) > 1 or full_causal:
-        raise CheckpointError(
-            f"drafter {name}: the speculators format has one window and one causality for all sliding layers, and "
-            "full layers that see their whole block"
-        )
     transformer = {
         "model_type": "qwen3",
         **settings.transformer,
@@ -308,13 +297,12 @@ def _speculators_config(
         "use_sliding_window": bool(windows),
         "sliding_window": next(iter(windows), None),
     }
-    tokens = settings.default_speculative_tokens or settings.max_speculative_tokens
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[settings.method]],
         "speculators_model_type": settings.method,
         "speculators_config": {
             "algorithm": settings.method,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": settings.usual_speculative_tokens}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier, "architectures": list(verifier_architectures)},
         },
@@ -322,12 +310,10 @@ def _speculators_config(
         "draft_vocab_size": settings.draft_vocab_size,
         "target_hidden_size": settings.target_hidden_size,
         "aux_hidden_state_layer_ids": layer_ids_to_speculators(settings.target_layer_ids),
-        "block_size": settings.block_size,
-        "mask_token_id": settings.mask_token_id,
-        "sample_from_anchor": settings.sample_from_anchor,
-        "sliding_window_non_causal": True not in causal,
         "tie_word_embeddings": False,
     }
+    if settings.method != "mtp":
+        config |= _block_keys(settings, name)
     if settings.num_target_layers is not None:
         config["num_target_layers"] = settings.num_target_layers
     if settings.method == "dspark":
@@ -344,3 +330,22 @@ def _speculators_config(
         temperatures, offsets = zip(*settings.confidence_scaling, strict=True)
         own["confidence_calibration"] = {"temperatures": list(temperatures), "offsets": list(offsets)}
     return config | ({OWN_KEY: own} if own else {})
+
+
+def _block_keys(settings: DrafterSettings, name: str) -> dict[str, Any]:
+    """Keys that say what a block is and who sees whom in it."""
+    pairs = list(zip(settings.layer_windows, settings.layer_causal, strict=True))
+    windows = {window for window, _ in pairs if window is not None}
+    causal = {is_causal for window, is_causal in pairs if window is not None}
+    full_causal = any(is_causal and window is None for window, is_causal in pairs)
+    if len(windows) > 1 or len(causal) > 1 or full_causal:
+        raise CheckpointError(
+            f"drafter {name}: the speculators format has one window and one causality for all sliding layers, and "
+            "full layers that see their whole block"
+        )
+    return {
+        "block_size": settings.block_size,
+        "mask_token_id": settings.mask_token_id,
+        "sample_from_anchor": settings.sample_from_anchor,
+        "sliding_window_non_causal": True not in causal,
+    }

@@ -1,4 +1,8 @@
-"""Drafters that come with Sparkgap, as package data: one directory for each target, named like it."""
+"""Drafters that come with Sparkgap, as package data.
+
+A target has a directory of its name for its drafter, and may have one with `-mtp` behind the name for an MTP drafter,
+which is used where that method is asked for.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +17,9 @@ from sparkgap.catalog.safetensors_files import SafetensorsSource
 
 SHIPPED_DRAFTERS = Path(__file__).resolve().parent.parent / "drafters"
 """Where they are."""
+
+_MTP_SUFFIX = "-mtp"
+"""Of the directory of a target's MTP drafter."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class ShippedDrafter:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self.target} (shipped)"
+        return f"{self.path.name} (shipped)"
 
     def open(self) -> DrafterCheckpoint:
         """Its checkpoint.
@@ -65,15 +72,22 @@ def shipped_drafters() -> Iterator[ShippedDrafter]:
         CheckpointError, UnsupportedModelError: one is damaged.
     """
     for file in sorted(SHIPPED_DRAFTERS.glob("*/config.json")):
-        target = file.parent.name
-        yield ShippedDrafter(target, file.parent, read_settings(read_json(file), f"{target} (shipped)"))
+        directory = file.parent
+        settings = read_settings(read_json(file), f"{directory.name} (shipped)")
+        target = directory.name.removesuffix(_MTP_SUFFIX) if settings.method == "mtp" else directory.name
+        yield ShippedDrafter(target, directory, settings)
 
 
-def match_shipped(target: Checkpoint) -> ShippedMatch:
+def match_shipped(target: Checkpoint, method: str | None = None) -> ShippedMatch:
     """The shipped drafter for an opened model, whatever name or path it was opened by.
 
     It is the one whose recorded identity is the model's: architecture, sizes and fingerprints of its weights. A drafter
     made for the same model in another precision is taken too, which costs some acceptance and is noted.
+
+    Args:
+        target: the model.
+        method: what is asked for. Another drafter is taken only if there is none of this method, and an MTP drafter
+            only if there is no other.
 
     Raises:
         CheckpointError, UnsupportedModelError: a drafter is damaged, or the model's tensors cannot be read.
@@ -82,23 +96,29 @@ def match_shipped(target: Checkpoint) -> ShippedMatch:
     candidates = list(shipped_drafters())
     fitting = [d for d in candidates if d.settings.made_for is not None and d.settings.made_for.sizes == sizes]
     identity = identify_target(target.config, target.weights) if fitting else None
-    same_model = None
-    for drafter in fitting:
-        made_for = drafter.settings.made_for
-        assert made_for is not None
-        if made_for == identity:
-            return ShippedMatch(drafter)
-        if identity is not None and made_for.model == identity.model:
-            same_model = drafter
-    if same_model is not None:
-        return ShippedMatch(
-            same_model,
-            f"drafter {same_model.name} was made for {same_model.target} in another precision than {target.path.name}, "
-            "and may have less accepted; the output is the same",
-        )
+    # MTP last: where nothing is said, what drafts a whole block in one pass comes first.
+    wanted = [d for d in fitting if d.settings.method == method]
+    blocks = [d for d in fitting if d.settings.method != "mtp"]
+    for drafters in (wanted, blocks, fitting):
+        exact = next((d for d in drafters if d.settings.made_for == identity), None)
+        if exact is not None:
+            return ShippedMatch(exact)
+        other = next((d for d in drafters if identity is not None and _model(d) == identity.model), None)
+        if other is not None:
+            return ShippedMatch(
+                other,
+                f"drafter {other.name} was made for {other.target} in another precision than {target.path.name}, "
+                "and may have less accepted; the output is the same",
+            )
     if any(drafter.target == target.name.lower() for drafter in candidates):
         return ShippedMatch(
             note=f"drafter {target.name.lower()} (shipped) was not made for the weights in {target.path.name}, so "
             "decoding is plain; `sparkgap train` makes a drafter for them"
         )
     return ShippedMatch()
+
+
+def _model(drafter: ShippedDrafter) -> str | None:
+    """Fingerprint of the model that a drafter was made for, whatever its precision."""
+    made_for = drafter.settings.made_for
+    return None if made_for is None else made_for.model

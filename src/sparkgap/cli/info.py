@@ -87,7 +87,7 @@ def _task_pipeline(captured: bool) -> str:
 def _shipped_drafters() -> list[str]:
     from sparkgap.catalog.shipped import shipped_drafters
 
-    return [drafter.target for drafter in shipped_drafters()]
+    return [drafter.path.name for drafter in shipped_drafters()]
 
 
 def model_facts(model: str) -> dict[str, Any]:
@@ -109,7 +109,8 @@ def model_facts(model: str) -> dict[str, Any]:
     config = ModelConfig.from_hf(checkpoint.config)
     weights = checkpoint.weights
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-    match = match_shipped(checkpoint)
+    match, mtp = match_shipped(checkpoint), match_shipped(checkpoint, "mtp").drafter
+    also_mtp = mtp is not None and mtp != match.drafter and mtp.settings.method == "mtp"
     return {
         "model": checkpoint.name,
         "path": str(checkpoint.path),
@@ -128,6 +129,7 @@ def model_facts(model: str) -> dict[str, Any]:
         "kv_bytes_per_token": cache_block_bytes(*shape, 1, resolve_dtype(EngineConfig.dtype)),
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "drafter": None if match.drafter is None else _drafter_facts(match.drafter),
+        "mtp_drafter": _drafter_facts(mtp) if mtp is not None and also_mtp else None,
         "drafter_note": match.note,
     }
 
@@ -141,7 +143,7 @@ def _drafter_facts(drafter: "ShippedDrafter") -> dict[str, Any]:
         "path": str(drafter.path),
         "size_bytes": directory_bytes(drafter.path),
         "method": settings.method,
-        "num_speculative_tokens": settings.default_speculative_tokens or settings.max_speculative_tokens,
+        "num_speculative_tokens": settings.usual_speculative_tokens,
         "max_speculative_tokens": settings.max_speculative_tokens,
     }
 
@@ -158,6 +160,8 @@ def _readable(facts: dict[str, Any]) -> dict[str, str]:
             table[label] = "none comes with Sparkgap for this model" if value is None else _drafter_line(value)
         elif value is None:
             continue
+        elif key == "mtp_drafter":
+            table["MTP drafter"] = _drafter_line(value)
         elif key == "cores":
             table[label] = f"{value['usable']} usable of {value['total']}"
         elif key == "memory":

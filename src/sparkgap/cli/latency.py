@@ -17,7 +17,7 @@ from sparkgap.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparkgap.api import LLM
-    from sparkgap.bench.latency import Column
+    from sparkgap.bench.latency import Column, EngineColumn
 
 _DEFAULT_LIMIT = 3
 """Built-in prompts, one of each category."""
@@ -58,6 +58,15 @@ def latency(
             "and measure the phases of a round.",
         ),
     ] = False,
+    mtp: Annotated[
+        str | None,
+        typer.Option(
+            "--mtp",
+            metavar="MODEL",
+            help="With --matrix: an MTP drafter, directory or hf:owner/name, for one more column in the pipeline; "
+            "default: the shipped one, where the model has one.",
+        ),
+    ] = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,10 +96,8 @@ def latency(
     if matrix and prompt_tokens is None and prompts.prompts is None:
         prompt_tokens = MATRIX_PROMPT_TOKENS
     _check(max_tokens, repeats, warmups, prompt_tokens, prompts)
-    if mode and not matrix:
-        raise ConfigError("--mode chooses columns of --matrix; add it")
-    if as_json and as_markdown:
-        raise ConfigError("--json and --markdown contradict each other; use one of them")
+    _check_matrix(matrix, mode, mtp)
+    _check_output(as_json, as_markdown)
     chosen = [] if prompt_tokens is not None else _read(prompts)
     from sparkgap.bench.latency import EngineColumn, check_room, measure_latency, measure_phases
     from sparkgap.bench.machine import READ_BUFFER_BYTES, MemoryReader, machine_facts
@@ -104,6 +111,8 @@ def latency(
         replace(config, dtype=dtype, quantization="none", speculation=False, speculative_config=None)
         for dtype in dict.fromkeys(also_dtype or ())
     ]
+    if matrix and (mtp is not None or not mode):
+        compared |= _mtp_column(config, mtp)
     plain, speculative = _load(config, compared)
     encoded = _encode(plain, chosen, prompts.raw, prompt_tokens)
     check_room(encoded, max_tokens, plain.info()["max_model_len"])
@@ -134,6 +143,7 @@ def latency(
         report.facts["phase_context_tokens"] = context_tokens
         try:
             report.phases.update(measure_phases(own, report.summaries, context_tokens, _PHASE_REPEATS))
+            report.notes.extend(_phase_notes(own))
         except ConfigError as error:
             report.notes.append(f"the phases of a round were not measured: {error}")
     if not speculative:
@@ -148,6 +158,16 @@ def latency(
     return 1 if report.identical is False else 0
 
 
+def _phase_notes(columns: "Sequence[EngineColumn]") -> list[str]:
+    chained = [column.name for column in columns if column.info["task_pipeline"]["active"]]
+    if not chained:
+        return []
+    return [
+        f"whole rounds of {', '.join(chained)} are chained on the device, and last from the results of one to those of "
+        "the next; in every column the host gives passes to the device one by one"
+    ]
+
+
 def _check(max_tokens: int, repeats: int, warmups: int, prompt_tokens: int | None, prompts: PromptOptions) -> None:
     check_positive("repeats", repeats)
     if max_tokens < 2:
@@ -158,6 +178,18 @@ def _check(max_tokens: int, repeats: int, warmups: int, prompt_tokens: int | Non
         check_positive("prompt-tokens", prompt_tokens)
         if prompts.prompts is not None or prompts.limit is not None:
             raise ConfigError("--prompt-tokens makes the one prompt itself; leave out --prompts and --limit")
+
+
+def _check_output(as_json: bool, as_markdown: bool) -> None:
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown contradict each other; use one of them")
+
+
+def _check_matrix(matrix: bool, mode: Sequence[str] | None, mtp: str | None) -> None:
+    if mode and not matrix:
+        raise ConfigError("--mode chooses columns of --matrix; add it")
+    if mtp is not None and not matrix:
+        raise ConfigError("--mtp is one more column of --matrix; add it")
 
 
 def _read(prompts: PromptOptions) -> list[BenchPrompt]:
@@ -177,6 +209,26 @@ def _compared(config: EngineConfig, modes: Sequence[str]) -> dict[str, EngineCon
     # Asking for speculation makes a missing drafter an error.
     wanted = config.speculative_config or SpeculativeConfig()
     return mode_configs(replace(config, speculative_config=wanted), modes)
+
+
+def _mtp_column(config: EngineConfig, mtp: str | None) -> dict[str, EngineConfig]:
+    """The configuration with an MTP drafter in the pipeline, by its column's name; none where none is named or shipped.
+
+    Raises:
+        ConfigError: the drafter that is named is none, or the configuration says itself how rounds are run.
+        SparkgapError: it cannot be had.
+    """
+    wanted = config.speculative_config or SpeculativeConfig()
+    if mtp is None:
+        from sparkgap.catalog.checkpoint import open_checkpoint
+        from sparkgap.catalog.shipped import match_shipped
+
+        found = match_shipped(open_checkpoint(config.model, allow_download=config.allow_download), "mtp").drafter
+        if found is None or found.settings.method != "mtp":
+            return {}
+    speculation = replace(wanted, method="mtp", model=mtp, num_speculative_tokens=None)
+    in_pipeline = mode_configs(replace(config, speculative_config=speculation), ["pipeline"])["pipeline"]
+    return {f"MTP-{loading.num_draft_tokens(in_pipeline)} + pipeline": in_pipeline}
 
 
 def _load(config: EngineConfig, compared: dict[str, EngineConfig]) -> "tuple[LLM, dict[str, LLM]]":

@@ -117,7 +117,8 @@ class EngineOptions:
         _engine(
             "--speculative-config",
             metavar="JSON",
-            help="""Speculation as JSON with vLLM's keys, such as '{"method": "ngram"}', which needs no drafter.""",
+            help="""Speculation as JSON with vLLM's keys, such as '{"method": "ngram"}', which needs no drafter, or
+            '{"method": "mtp"}', which takes the shipped MTP drafter.""",
         ),
     ] = None
     draft: Annotated[

@@ -44,10 +44,10 @@ def train(
         str, _option(None, "--target", "-t", help="Catalog name, model directory, .gguf file or hf:owner/name.")
     ] = DEFAULT_MODEL,
     method: Annotated[str, _option(_DRAFTER, "--method", help=f"One of {', '.join(METHODS)}.")] = "dspark",
-    layers: Annotated[int, _option(_DRAFTER, help="Draft layers.")] = NetworkConfig.num_layers,
+    layers: Annotated[int | None, _option(_DRAFTER, help="Draft layers; default: 2 for blocks, and mtp has 1.")] = None,
     num_speculative_tokens: Annotated[
-        int, _option(_DRAFTER, help="Tokens of a block.")
-    ] = NetworkConfig.num_speculative_tokens,
+        int | None, _option(_DRAFTER, help="Tokens drafted in a round; default: 7 for blocks, 3 for mtp.")
+    ] = None,
     draft_vocab_size: Annotated[
         int, _option(_DRAFTER, help="Tokens that can be drafted: the most frequent ones.")
     ] = NetworkConfig.draft_vocab_size,
@@ -57,10 +57,18 @@ def train(
     ] = NetworkConfig.markov_head_type,
     kv_heads: Annotated[int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")] = None,
     target_layers: Annotated[
-        str | None, _option(_DRAFTER, help="Captured target layers, such as 4,12,20,28; default: by its depth.")
+        str | None,
+        _option(_DRAFTER, help="Target layers to read, such as 4,12,20,28 (mtp: one); default: by its depth."),
+    ] = None,
+    conversations: Annotated[
+        Path | None,
+        _option(
+            _CONVERSATIONS,
+            help="Directory of another run whose conversations are used instead of sampling own ones; it is only read.",
+        ),
     ] = None,
     answer_tokens: Annotated[
-        int, _option(_CONVERSATIONS, help="Answer tokens to sample.")
+        int, _option(_CONVERSATIONS, help="Answer tokens to sample, or to use of --conversations (default there: all).")
     ] = ConversationConfig.answer_tokens,
     prompts: Annotated[
         Path | None, _option(_CONVERSATIONS, help="User turns to add: .jsonl with `prompt`, or one a line.")
@@ -115,6 +123,7 @@ def train(
     weights = parse_numbers(loss_weights, "loss-weights", float)
     if len(weights) != 3:
         raise ConfigError(f"loss-weights must be three numbers, got {loss_weights!r}")
+    usual = NetworkConfig.for_method(method.lower())
     config = TrainConfig(
         target=target,
         out=out,
@@ -123,6 +132,7 @@ def train(
         workers=workers,
         seed=seed,
         evaluation_prompts=evaluation_prompts,
+        conversations=None if conversations is None else conversations.resolve(),
         start_from=start_from,
         conversation=ConversationConfig(
             answer_tokens=answer_tokens,
@@ -136,8 +146,10 @@ def train(
         features=FeatureConfig(None if target_layers is None else parse_numbers(target_layers, "target-layers", int)),
         network=NetworkConfig(
             method=method.lower(),  # type: ignore[arg-type]
-            num_layers=layers,
-            num_speculative_tokens=num_speculative_tokens,
+            num_layers=usual.num_layers if layers is None else layers,
+            num_speculative_tokens=(
+                usual.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+            ),
             draft_vocab_size=draft_vocab_size,
             markov_rank=markov_rank,
             num_kv_heads=kv_heads,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparkgap.config.checks import check, is_integer
 
-SPECULATIVE_METHODS = ("dspark", "dflash", "ngram")
+SPECULATIVE_METHODS = ("dspark", "dflash", "mtp", "ngram")
 """Values of `SpeculativeConfig.method`, written in any case; `ngram` needs no drafter."""
 
 NGRAM_TOKENS = 7

@@ -54,17 +54,25 @@ class Engine:
         model: the model's limits.
         config: limits and sizes of requests, batches and blocks, and the seed are read.
         num_blocks: KV blocks that the runner's caches hold.
+        reads_ahead: whether a position's KV is made of the token after it, too (`DraftNetwork.reads_ahead`).
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer, model: ModelLimits, config: EngineConfig, num_blocks: int
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        model: ModelLimits,
+        config: EngineConfig,
+        num_blocks: int,
+        *,
+        reads_ahead: bool = False,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
         self.model = model
         self.config = config
         blocks = BlockManager(num_blocks, config.block_size)
-        self._prefixes = PrefixCache(blocks, enabled=config.enable_prefix_caching)
+        self._prefixes = PrefixCache(blocks, enabled=config.enable_prefix_caching, reads_ahead=reads_ahead)
         self._pacer = PrefillPacer(
             config.max_num_batched_tokens, config.max_decode_stretch, config.prefill_tokens_beside_decodes
         )

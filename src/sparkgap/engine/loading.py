@@ -153,7 +153,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     served: Runner = runner if pipelined is None else pipelined
-    engine = Engine(served, checkpoint.tokenizer, limits, config, caches[0].num_blocks)
+    reads_ahead = chosen is not None and chosen.drafter.reads_ahead
+    engine = Engine(served, checkpoint.tokenizer, limits, config, caches[0].num_blocks, reads_ahead=reads_ahead)
     return LoadedEngine(
         engine,
         checkpoint,
@@ -271,8 +272,10 @@ def _allocate(
     config: EngineConfig, target: Decoder, chosen: ChosenDrafter | None, max_model_len: int
 ) -> tuple[list[KVCache], list[KVCache]]:
     """KV caches of the target and context caches of the drafter (none without one), of as many blocks each."""
-    networks = [target.config] if chosen is None else [target.config, chosen.drafter.config.backbone]
-    shapes = [(network.num_layers, network.num_kv_heads, network.head_dim) for network in networks]
+    network = target.config
+    shapes = [(network.num_layers, network.num_kv_heads, network.head_dim)]
+    if chosen is not None:
+        shapes += chosen.drafter.cache_shapes
     num_blocks = kv_cache_blocks(
         config,
         block_bytes=sum(cache_block_bytes(*shape, config.block_size, target.dtype) for shape in shapes),
@@ -281,7 +284,7 @@ def _allocate(
         on_cpu=target.device.type == "cpu",
     )
     caches = [allocate_caches(*shape, num_blocks, config.block_size, target.dtype, target.device) for shape in shapes]
-    return caches[0], caches[1] if chosen is not None else []
+    return caches[0], [cache for part in caches[1:] for cache in part]
 
 
 def _prompt_lookup(wanted: SpeculativeConfig | None) -> PromptLookup | None:

@@ -18,7 +18,7 @@ from sparkgap.ops import Kernels, NativeKernels
 
 _logger = logging.getLogger(__name__)
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 """To be raised with every change of how weights are quantized or laid out; the same on all instruction sets."""
 
 SMALLEST_BYTES = 16 << 20

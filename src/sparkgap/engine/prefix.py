@@ -2,7 +2,8 @@
 
 A block's key is a hash of all tokens up to its end, chained block by block, so equal keys mean equal KV: of the target,
 and of the drafter's context, which lies in blocks of the same numbers. Only blocks all of whose positions are
-committed get a key; what a round wrote for rejected drafts lies beyond those.
+committed get a key; what a round wrote for rejected drafts lies beyond those. Where a drafter's context is made of the
+token after a position, too, a block's key covers the token behind its end.
 """
 
 from array import array
@@ -30,13 +31,15 @@ class PrefixCache:
     Attributes:
         blocks: where content lies.
         enabled: False finds and publishes nothing.
+        reads_ahead: whether KV of a position is made of the token after it, too.
         num_queried_tokens: tokens of admitted sequences that were looked for.
         num_hit_tokens: how many of them were found.
     """
 
-    def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
+    def __init__(self, blocks: BlockManager, *, enabled: bool = True, reads_ahead: bool = False) -> None:
         self.blocks = blocks
         self.enabled = enabled
+        self.reads_ahead = reads_ahead
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._chains: dict[int, _Chain] = {}
@@ -78,7 +81,7 @@ class PrefixCache:
             return
         chain = self._chains[sequence.sequence_id]
         # A round may have computed tokens after one that ended the sequence; those were dropped.
-        num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self.blocks.block_size
+        num_full = min(sequence.num_computed_tokens // self.blocks.block_size, self._num_keyed(sequence))
         if num_full <= chain.num_published:
             return
         keys = self._keys(sequence)
@@ -104,11 +107,15 @@ class PrefixCache:
     def _most_reused(self, sequence: Sequence) -> int:
         return (sequence.num_tokens - 1) // self.blocks.block_size
 
+    def _num_keyed(self, sequence: Sequence) -> int:
+        """Full blocks all of whose tokens are known, with the one behind the end where it counts."""
+        return (sequence.num_tokens - self.reads_ahead) // self.blocks.block_size
+
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of all full blocks of a sequence's tokens."""
         keys = self._chains.setdefault(sequence.sequence_id, _Chain()).keys
         size = self.blocks.block_size
-        for index in range(len(keys), sequence.num_tokens // size):
-            tokens = array("q", sequence.token_ids(index * size, (index + 1) * size))
+        for index in range(len(keys), self._num_keyed(sequence)):
+            tokens = array("q", sequence.token_ids(index * size, (index + 1) * size + self.reads_ahead))
             keys.append(blake2b((keys[-1] if keys else b"") + tokens.tobytes(), digest_size=_KEY_BYTES).digest())
         return keys

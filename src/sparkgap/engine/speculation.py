@@ -15,6 +15,7 @@ from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
 from sparkgap.models.drafter_config import DrafterConfig
+from sparkgap.models.mtp import MTPDrafter
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class ChosenDrafter:
         config: what was asked for.
     """
 
-    drafter: Drafter
+    drafter: Drafter | MTPDrafter
     num_speculative_tokens: int
     config: SpeculativeConfig
 
@@ -68,7 +69,8 @@ class FoundDrafter:
         Raises:
             CheckpointError, UnsupportedModelError: the drafter does not fit the target, or is damaged.
         """
-        drafter = Drafter.from_checkpoint(self.checkpoint, target, target.kernels, dtype, max_model_len)
+        kind = MTPDrafter if self.checkpoint.settings.method == "mtp" else Drafter
+        drafter = kind.from_checkpoint(self.checkpoint, target, target.kernels, dtype, max_model_len)
         return ChosenDrafter(drafter, self.num_speculative_tokens, self.wanted)
 
 
@@ -99,7 +101,7 @@ def find_shipped_drafter(config: EngineConfig, target: Checkpoint) -> tuple[Foun
     wanted = config.speculative_config
     if not config.speculation or (wanted is not None and not wanted.needs_drafter):
         return None, None
-    match = match_shipped(target)
+    match = match_shipped(target, None if wanted is None else wanted.method)
     if match.drafter is None and config.speculative_config is not None:
         raise ConfigError(
             f"speculation needs a drafter: {match.note or 'none comes with Sparkgap for this model'}; name one with "
@@ -131,8 +133,7 @@ def drafting_sequences(chosen: ChosenDrafter, target: Decoder) -> int | None:
 def _found(wanted: SpeculativeConfig, checkpoint: DrafterCheckpoint) -> FoundDrafter:
     _check_method(wanted, checkpoint)
     drafter = DrafterConfig.from_settings(checkpoint.settings, checkpoint.name)
-    by_default = checkpoint.settings.default_speculative_tokens or drafter.max_speculative_tokens
-    number = wanted.num_speculative_tokens or by_default
+    number = wanted.num_speculative_tokens or checkpoint.settings.usual_speculative_tokens
     drafter.block_rows(number)
     return FoundDrafter(checkpoint, number, wanted)
 

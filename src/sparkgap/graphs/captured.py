@@ -14,8 +14,8 @@ from sparkgap.graphs.family import GraphFamily, buckets_up_to, next_bucket
 from sparkgap.graphs.inputs import DraftInputs, TargetInputs
 from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.models.heads import DraftOutput, Proposal
-from sparkgap.models.interfaces import Target
+from sparkgap.models.heads import Proposal
+from sparkgap.models.interfaces import Draft, Target
 from sparkgap.ops.kernels import KVCache
 
 TOO_MANY_SEQUENCES = "more sequences than the largest graph"
@@ -40,7 +40,7 @@ class CapturedPasses(Passes):
         executor: of those kernels.
         max_sequences: most sequences decoded together.
         max_model_len: most positions of a sequence.
-        sampled_drafts: whether draft logits are wanted, for drafts that are sampled.
+        sampled_drafts: whether drafts are sampled, of which graphs compute what needs no token of the draft.
         verified_lengths: numbers of draft tokens that are verified besides the drafter's N, none of them larger.
         context_graph: `masked` or `compact` (`graphs.context`), or `off` to update contexts eagerly.
 
@@ -71,7 +71,7 @@ class CapturedPasses(Passes):
         self._executor = executor
         self._target_graphs: GraphFamily[_TargetResults] = GraphFamily("target", executor, self.counters)
         self._draft_graphs: GraphFamily[Proposal] = GraphFamily("draft", executor, self.counters)
-        self._logits_graphs: GraphFamily[DraftOutput] = GraphFamily("draft", executor, self.counters)
+        self._draft_begin_graphs: GraphFamily[Draft] = GraphFamily("draft", executor, self.counters)
         self._context_graphs: GraphFamily[None] = GraphFamily("context", executor, self.counters)
         drafts = (*(() if draft is None else (draft.num_speculative_tokens,)), *verified_lengths)
         widths = (*(length + 1 for length in drafts), 1)
@@ -83,7 +83,7 @@ class CapturedPasses(Passes):
             self._context = CONTEXT_GRAPHS[context_graph](self._context_graphs, draft, largest * widths[0])
         with torch.inference_mode():
             self._capture(sampled_drafts)
-        families = (self._target_graphs, self._draft_graphs, self._logits_graphs, self._context_graphs)
+        families = (self._target_graphs, self._draft_graphs, self._draft_begin_graphs, self._context_graphs)
         for family in families:
             family.close()
         input_bytes = sum(inputs.nbytes for inputs in self._target_inputs.values())
@@ -118,7 +118,7 @@ class CapturedPasses(Passes):
         captured = None if results.captured is None else results.captured[:rows]
         return TargetOutput(results.hidden[:rows], results.logits[:rows], captured, results.captured)
 
-    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> DraftOutput:
+    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Draft:
         """See `Passes.draft`."""
         sequences = anchors.shape[0]
         bucket = self._bucket(sequences)
@@ -126,8 +126,7 @@ class CapturedPasses(Passes):
             self._count_eager("draft")
             return super().draft(anchors, context_lengths, block_tables, max_length)
         self._draft_inputs.load(anchors, context_lengths, block_tables, bucket)
-        output = self._logits_graphs.replay(self._draft_inputs.tensors(bucket))
-        return DraftOutput(output.row_logits[:sequences], output.row_hidden[:sequences], output.lead_rows)
+        return self._draft_begin_graphs.replay(self._draft_inputs.tensors(bucket)).first(sequences)
 
     def propose(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Proposal:
         """See `Passes.propose`."""
@@ -141,14 +140,14 @@ class CapturedPasses(Passes):
         confidences = None if proposal.confidences is None else proposal.confidences[:sequences]
         return Proposal(proposal.token_ids[:sequences], proposal.scores[:sequences], confidences, None)
 
-    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
+    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor, following: Tensor) -> None:
         """See `Passes.update_context`."""
         if self._context is None or output.graph_captured is None:
             if self._context is not None and output.eager_reason is not None:
                 self._count_eager("context")
-            super().update_context(output, positions, slots)
+            super().update_context(output, positions, slots, following)
         else:
-            self._context.update(output.graph_captured, positions, slots)
+            self._context.update(output.graph_captured, positions, slots, following)
 
     def _capture(self, sampled_drafts: bool) -> None:
         """Capture every graph, largest first, so that the smaller ones fit in its memory; then try the smallest."""
@@ -164,7 +163,7 @@ class CapturedPasses(Passes):
         if self.drafting is not None:
             self._draft_graphs.replay(self._draft_inputs.tensors(smallest))
             if sampled_drafts:
-                self._logits_graphs.replay(self._draft_inputs.tensors(smallest))
+                self._draft_begin_graphs.replay(self._draft_inputs.tensors(smallest))
         if self._context is not None:
             self._context.capture([rows for rows in captured if rows is not None])
         self.counters.replays.clear()
@@ -179,12 +178,12 @@ class CapturedPasses(Passes):
     def _capture_draft(self, bucket: int, sampled_drafts: bool) -> None:
         tensors = self._draft_inputs.tensors(bucket)
 
-        def draft() -> DraftOutput:
+        def draft() -> Draft:
             return Passes.draft(self, **tensors, max_length=0)
 
         self._draft_graphs.capture(tensors, lambda: self._draft_model.drafter.propose(tensors["anchors"], draft()))
         if sampled_drafts:
-            self._logits_graphs.capture(tensors, draft)
+            self._draft_begin_graphs.capture(tensors, draft)
 
     def _bucket(self, sequences: int) -> int | None:
         """The smallest number of sequences that a graph has and `sequences` fit in; None beyond the largest."""

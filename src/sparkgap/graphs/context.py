@@ -27,13 +27,14 @@ class ContextGraphs(Protocol):
         """
         ...
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
         """Write the drafter's context KV.
 
         Args:
             captured: `[padded rows, m * hidden_size]`, of a target graph.
             positions: int64 `[rows]`.
             slots: int64 `[rows]`; -1 writes nothing.
+            following: int64 `[rows]`, the token after each row's.
         """
         ...
 
@@ -60,9 +61,9 @@ class MaskedContextGraphs:
                 _capture(self._graphs, self._model, inputs)
         self._graphs.replay(self._tensors(min(captured, key=len)))
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
         """See `ContextGraphs.update`."""
-        self._inputs.load(positions, slots, captured.shape[0])
+        self._inputs.load(positions, slots, following, captured.shape[0])
         self._graphs.replay(self._tensors(captured))
 
     def _tensors(self, captured: Tensor) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class CompactContextGraphs:
             _capture(self._graphs, self._model, self._tensors(rows))
         self._graphs.replay(self._tensors(self._buckets[0]))
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
         """See `ContextGraphs.update`. Without an accepted row there is nothing to replay."""
         accepted = slots.ge(0).nonzero().view(-1)
         rows = len(accepted)
@@ -105,7 +106,7 @@ class CompactContextGraphs:
         bucket = next_bucket(self._buckets, rows)
         assert bucket is not None, "no more rows than the target's largest graph has"
         torch.index_select(captured, 0, accepted, out=self._captured[:rows])
-        self._inputs.select(positions, slots, accepted, bucket)
+        self._inputs.select(positions, slots, following, accepted, bucket)
         self._graphs.replay(self._tensors(bucket))
 
     def _tensors(self, rows: int) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class DraftInputs:
         return self._anchors.nbytes + self._context_lengths.nbytes + self._block_tables.nbytes
 
     def tensors(self, sequences: int) -> dict[str, Tensor]:
-        """The first `sequences` sequences' inputs, as views, by the names of `Drafter.draft`."""
+        """The first `sequences` sequences' inputs, as views, by the names of `DraftNetwork.draft`."""
         return {
             "anchors": self._anchors[:sequences],
             "context_lengths": self._context_lengths[:sequences],
@@ -99,31 +99,38 @@ class DraftInputs:
 
 
 class ContextInputs:
-    """Positions and slots of context updates, all slots -1 until something is loaded."""
+    """Positions, slots and following tokens of context updates, all slots -1 until something is loaded."""
 
     def __init__(self, max_rows: int) -> None:
         self._positions = torch.zeros(max_rows, dtype=torch.int64)
         self._slots = torch.full((max_rows,), -1)
+        self._following = torch.zeros(max_rows, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
         """Memory of all inputs."""
-        return self._positions.nbytes + self._slots.nbytes
+        return self._positions.nbytes + self._slots.nbytes + self._following.nbytes
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
-        """The first `rows` rows, as views, by the names of `Drafter.context_update`."""
-        return {"positions": self._positions[:rows], "slots": self._slots[:rows]}
+        """The first `rows` rows, as views, by the names of `DraftNetwork.context_update`."""
+        return {
+            "positions": self._positions[:rows],
+            "slots": self._slots[:rows],
+            "following": self._following[:rows],
+        }
 
-    def load(self, positions: Tensor, slots: Tensor, rows: int) -> None:
-        """Take over positions and slots, padded to `rows` rows."""
+    def load(self, positions: Tensor, slots: Tensor, following: Tensor, rows: int) -> None:
+        """Take over positions, slots and following tokens, padded to `rows` rows."""
         _fill(self._positions, positions, rows, 0)
         _fill(self._slots, slots, rows, -1)
+        _fill(self._following, following, rows, 0)
 
-    def select(self, positions: Tensor, slots: Tensor, chosen: Tensor, rows: int) -> None:
+    def select(self, positions: Tensor, slots: Tensor, following: Tensor, chosen: Tensor, rows: int) -> None:
         """Take over the `chosen` rows (int64 indices) only, padded to `rows` rows."""
         count = len(chosen)
         torch.index_select(positions, 0, chosen, out=self._positions[:count])
         torch.index_select(slots, 0, chosen, out=self._slots[:count])
+        torch.index_select(following, 0, chosen, out=self._following[:count])
         if rows > count:
-            # Positions of padding stay what they were: valid ones of an earlier update.
+            # Positions and tokens of padding stay what they were: valid ones of an earlier update.
             self._slots[count:rows].fill_(-1)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.models.heads import DraftOutput, Proposal
-from sparkgap.models.interfaces import BlockDrafter, Target
+from sparkgap.models.heads import Proposal
+from sparkgap.models.interfaces import Draft, DraftNetwork, Target
 from sparkgap.ops.kernels import KVCache
 
 
@@ -37,11 +38,11 @@ class DraftModel:
 
     Attributes:
         drafter: proposes tokens.
-        caches: its context KV, one cache a draft layer, in blocks of the target's numbers and size.
+        caches: its context KV, in blocks of the target's numbers and size.
         num_speculative_tokens: draft tokens a round (N).
     """
 
-    drafter: BlockDrafter
+    drafter: DraftNetwork[Any]
     caches: Seq[KVCache]
     num_speculative_tokens: int
 
@@ -74,25 +75,27 @@ class Passes:
         result = self.target.forward(batch, self.caches, self.captured_layers)
         return TargetOutput(result.hidden, self.target.logits(result.hidden), result.captured)
 
-    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> DraftOutput:
-        """A draft pass, as `Drafter.draft`; the output holds until the next draft pass."""
+    def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Draft:
+        """See `DraftNetwork.draft`; the output holds until the next draft pass."""
         model = self._draft_model
-        return model.drafter.draft(
+        draft: Draft = model.drafter.draft(
             anchors, context_lengths, block_tables, model.caches, model.num_speculative_tokens, max_length
         )
+        return draft
 
     def propose(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Proposal:
-        """A draft pass and the heads' chain with the largest logit; the output holds until the next draft pass."""
+        """A draft of the tokens with the largest logits; the output holds until the next draft pass."""
         draft = Passes.draft(self, anchors, context_lengths, block_tables, max_length)
         return self._draft_model.drafter.propose(anchors, draft)
 
-    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
+    def update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor, following: Tensor) -> None:
         """Write the drafter's context KV of a target pass's rows; computes the rows that are written and no other.
 
         Args:
             output: what the pass gave; the last one, if it came from `decode`.
             positions: int64 `[rows]`.
             slots: int64 `[rows]`; -1 writes nothing.
+            following: int64 `[rows]`, the token after each row's, where the row is written.
         """
         assert output.captured is not None
         captured, model = output.captured, self._draft_model
@@ -100,8 +103,8 @@ class Passes:
         if not len(written):
             return
         if len(written) < len(slots):
-            captured, positions, slots = captured[written], positions[written], slots[written]
-        model.drafter.context_update(captured, positions, slots, model.caches)
+            captured, positions, slots, following = (t[written] for t in (captured, positions, slots, following))
+        model.drafter.context_update(captured, positions, slots, model.caches, following)
 
     @property
     def _draft_model(self) -> DraftModel:

@@ -138,5 +138,6 @@ class Decoder:
             layer.key_norm,
             config.rms_norm_eps,
         )
-        attended = kernels.paged_attention(queries, cache, rows, self._scale, layer.sliding_window)
+        following = (layer.output, layer.gate_up)
+        attended = kernels.paged_attention(queries, cache, rows, self._scale, layer.sliding_window, following)
         return kernels.linear(attended.view(-1, config.num_heads * config.head_dim), layer.output)

@@ -42,6 +42,8 @@ class Drafter:
         max_context_length: longest context that a block can follow.
     """
 
+    reads_ahead = False
+
     def __init__(self, config: DrafterConfig, kernels: Kernels, weights: DrafterWeights, rotary: RotaryTable) -> None:
         self.config = config
         self.kernels = kernels
@@ -49,7 +51,7 @@ class Drafter:
         self.dtype: torch.dtype = weights.embedding.dtype
         self.device: torch.device = weights.embedding.device
         self.target_ids: Tensor | None = weights.heads.target_ids
-        self.max_context_length = rotary.cos.shape[0] - config.settings.block_size
+        self.max_context_length = rotary.cos.shape[0] - config.longest_draft
         self._rotary = rotary
         self._scale = config.backbone.head_dim**-0.5
 
@@ -100,7 +102,19 @@ class Drafter:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
 
-    def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]) -> None:
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Layers, KV heads and head size of its caches."""
+        return self.config.cache_shapes
+
+    def context_update(
+        self,
+        captured: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[KVCache],
+        following: Tensor | None = None,
+    ) -> None:
         """Write the context keys and values of positions that the target has computed.
 
         Args:
@@ -108,10 +122,12 @@ class Drafter:
             positions: int64 `[rows]`.
             slots: int64 `[rows]`, KV slot of each row in every layer's cache; -1 writes nothing.
             caches: one for each draft layer.
+            following: not read: what a block drafter knows of a position is the hidden states alone.
         """
+        del following
         kernels, backbone, weights = self.kernels, self.config.backbone, self.weights
         pairs, _ = kernels.norm_linear(
-            kernels.linear(captured, weights.context_fc),
+            kernels.written_linear(captured, weights.context_fc, slots),
             None,
             weights.context_norm,
             backbone.rms_norm_eps,

@@ -1,4 +1,4 @@
-"""A block drafter's configuration, and whether it fits a target."""
+"""A drafter's configuration, and whether it fits a target."""
 
 from dataclasses import dataclass
 
@@ -39,14 +39,16 @@ class DrafterConfig:
         """
         transformer = {key: value for key, value in settings.transformer.items() if key not in _SETTLED_ELSEWHERE}
         backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
-        if settings.method == "dflash" and (settings.markov_rank or settings.confidence_head):
-            raise CheckpointError(f"drafter {name}: a dflash drafter has no Markov or confidence head")
+        if settings.method != "dspark" and (settings.markov_rank or settings.confidence_head):
+            raise CheckpointError(f"drafter {name}: a {settings.method} drafter has no Markov or confidence head")
         if settings.mask_token_id >= backbone.vocab_size:
             raise CheckpointError(
                 f"drafter {name}: mask_token_id {settings.mask_token_id} is outside its vocabulary of "
                 f"{backbone.vocab_size} tokens"
             )
         config = cls(name, settings, backbone)
+        if settings.method == "mtp" and backbone.hidden_size % 2:
+            raise CheckpointError(f"drafter {name}: hidden_size {backbone.hidden_size} of an mtp drafter must be even")
         if config.max_speculative_tokens < 1:
             raise CheckpointError(f"drafter {name}: a block of {settings.block_size} row predicts no token")
         return config
@@ -58,11 +60,25 @@ class DrafterConfig:
 
     @property
     def max_speculative_tokens(self) -> int:
-        """Most tokens one block predicts: what it was trained for."""
-        return self.settings.block_size - self.lead_rows
+        """Most tokens one draft has: the block that it was trained for, or what MTP is limited to."""
+        return self.settings.max_speculative_tokens
+
+    @property
+    def longest_draft(self) -> int:
+        """Most rows of one draft."""
+        return self.max_speculative_tokens + self.lead_rows
+
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Layers, KV heads and head size of the drafter's caches, in their order."""
+        backbone = self.backbone
+        layers = (backbone.num_layers, backbone.num_kv_heads, backbone.head_dim)
+        if self.settings.method != "mtp":
+            return (layers,)
+        return (layers, (1, 1, backbone.hidden_size // 2))
 
     def block_rows(self, num_speculative_tokens: int) -> int:
-        """Rows of a block that predicts `num_speculative_tokens` tokens.
+        """Rows of a draft of `num_speculative_tokens` tokens: of a block, or of the passes of MTP.
 
         Fewer tokens than trained make a shorter block (as in vLLM's DSpark and DFlash speculators), not a full
         one whose last rows are thrown away: the rows of a shorter block see fewer mask rows than in training.
@@ -71,9 +87,14 @@ class DrafterConfig:
             ConfigError: not from 1 to `max_speculative_tokens`.
         """
         if not 1 <= num_speculative_tokens <= self.max_speculative_tokens:
+            limit = (
+                f"the most passes of an mtp drafter such as {self.name}"
+                if self.settings.method == "mtp"
+                else f"the block that drafter {self.name} was trained for"
+            )
             raise ConfigError(
-                f"num_speculative_tokens must be from 1 to {self.max_speculative_tokens}, the block that drafter "
-                f"{self.name} was trained for, got {num_speculative_tokens}"
+                f"num_speculative_tokens must be from 1 to {self.max_speculative_tokens}, {limit}, got "
+                f"{num_speculative_tokens}"
             )
         return num_speculative_tokens + self.lead_rows
 
@@ -81,7 +102,8 @@ class DrafterConfig:
         """Check that the drafter was made for a target like this one.
 
         Raises:
-            CheckpointError: sizes differ, or a captured layer is the target's last or not one of its layers.
+            CheckpointError: sizes differ, or a captured layer is not one of the target's layers, or its last. An MTP
+                drafter may read the last one's stream, which is taken before the final norm.
             UnsupportedModelError: it captures the embedding's output.
         """
         name, settings, layers = self.name, self.settings, target.num_layers
@@ -103,7 +125,7 @@ class DrafterConfig:
         for layer in settings.target_layer_ids:
             if layer < 0:
                 raise UnsupportedModelError(f"drafter {name}: it reads the target's embedding output, not a layer's")
-            if layer == layers - 1:
+            if layer == layers - 1 and settings.method != "mtp":
                 raise CheckpointError(
                     f"drafter {name}: it reads the stream after layer {layer}, the target's last, "
                     "which other engines give after the final norm; a drafter must read earlier layers"

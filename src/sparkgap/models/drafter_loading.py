@@ -18,6 +18,11 @@ from sparkgap.ops.kernels import Kernels, LinearWeight, RotaryTable
 
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+_COUNTED = (
+    "layers.", "markov_head.", "confidence_head.", "fc.", "hidden_norm.", "norm.", "enorm.", "hnorm.", "eh_proj.",
+    _EMBEDDING, _LM_HEAD,
+)  # fmt: skip
+"""What names of used tensors begin with; others map vocabularies, or serve training."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,47 @@ def load_drafter_weights(
     Raises:
         CheckpointError, UnsupportedModelError: as `Drafter.from_checkpoint`.
     """
-    loader = _Loader(config, checkpoint, target, kernels, dtype)
+    weights = _block_weights(DraftLoader(config, checkpoint, target, kernels, dtype))
+    return weights, draft_rotary(config, target.device, max_model_len)
+
+
+def draft_rotary(config: DrafterConfig, device: torch.device, max_model_len: int | None) -> RotaryTable:
+    """Angles of each position that a draft after the longest context can have."""
     backbone = config.backbone
     longest = min(max_model_len or backbone.max_position_embeddings, backbone.max_position_embeddings)
-    rotary = rotary_table(backbone.rope, backbone.head_dim, longest + config.settings.block_size, target.device)
-    return loader.weights(), rotary
+    return rotary_table(backbone.rope, backbone.head_dim, longest + config.longest_draft, device)
 
 
-class _Loader:
-    """Reads the tensors of one drafter."""
+def _block_weights(loader: "DraftLoader") -> DrafterWeights:
+    layers = range(loader.config.backbone.num_layers)
+    projections = [f"layers.{layer}.self_attn.{name}_proj" for layer in layers for name in "kv"]
+    return DrafterWeights(
+        embedding=loader.embedding(),
+        layers=tuple(loader.layer(layer) for layer in layers),
+        final_norm=loader.stacked("norm.weight"),
+        lm_head=loader.lm_head(),
+        # Captured dimensions differ in size by three orders of magnitude: an int8 scale for all would lose most.
+        context_fc=loader.linear("fc", bias=False, quantize=False),
+        context_norm=loader.stacked("hidden_norm.weight"),
+        context_kv=loader.linear(*projections, bias=loader.config.backbone.attention_bias),
+        heads=load_heads(
+            loader.config.settings, loader.source, loader.kernels, loader.dtype, loader.target.device, loader.ids
+        ),
+        num_parameters=loader.num_parameters(),
+    )
+
+
+class DraftLoader:
+    """Reads the tensors of one drafter, of either kind.
+
+    Attributes:
+        config: what its networks look like.
+        source: its tensors.
+        target: what it drafts for, which lends what the checkpoint lacks.
+        kernels: what computes it.
+        dtype: of its weights.
+        ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
+    """
 
     def __init__(
         self,
@@ -87,29 +124,13 @@ class _Loader:
         self.dtype = dtype
         self.ids = target_ids(checkpoint)
 
-    def weights(self) -> DrafterWeights:
-        layers = range(self.config.backbone.num_layers)
-        projections = [f"layers.{layer}.self_attn.{name}_proj" for layer in layers for name in "kv"]
-        return DrafterWeights(
-            embedding=self.embedding(),
-            layers=tuple(self.layer(layer) for layer in layers),
-            final_norm=self.stacked("norm.weight"),
-            lm_head=self.lm_head(),
-            # Captured dimensions differ in size by three orders of magnitude: an int8 scale for all would lose most.
-            context_fc=self.linear("fc", bias=False, quantize=False),
-            context_norm=self.stacked("hidden_norm.weight"),
-            context_kv=self.linear(*projections, bias=self.config.backbone.attention_bias),
-            heads=load_heads(self.config.settings, self.source, self.kernels, self.dtype, self.target.device, self.ids),
-            num_parameters=self.num_parameters(),
-        )
-
     def num_parameters(self) -> int:
-        counted = [name for name in self.names if name.startswith(("layers.", "markov_head.", "confidence_head."))]
-        counted += [name for name in ("fc.weight", "hidden_norm.weight", "norm.weight") if name in self.names]
-        counted += [name for name in (_EMBEDDING, _LM_HEAD) if name in self.names]
+        """Weights in the tensors that are used."""
+        counted = [name for name in self.names if name.startswith(_COUNTED)]
         return sum(torch.Size(self.source.shape(name)).numel() for name in counted)
 
     def layer(self, index: int) -> DecoderLayer:
+        """One draft layer."""
         backbone, prefix = self.config.backbone, f"layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return DecoderLayer(

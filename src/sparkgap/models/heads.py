@@ -28,6 +28,10 @@ class DraftOutput(NamedTuple):
     row_hidden: Tensor
     lead_rows: int
 
+    def first(self, count: int) -> "DraftOutput":
+        """The first `count` sequences' part."""
+        return DraftOutput(self.row_logits[:count], self.row_hidden[:count], self.lead_rows)
+
     @property
     def base_logits(self) -> Tensor:
         """float32 `[sequences, num_speculative_tokens, draft_vocab]`, a view."""

@@ -1,13 +1,13 @@
 """What rounds need of networks."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch, ForwardResult
-from sparkgap.models.heads import DraftOutput, Pick, Proposal
+from sparkgap.models.heads import Pick, Proposal
 from sparkgap.ops.kernels import KVCache
 
 
@@ -28,8 +28,27 @@ class Target(Protocol):
         ...
 
 
-class BlockDrafter(Protocol):
-    """What a round needs of a drafter (`models.drafter.Drafter`)."""
+class Draft(Protocol):
+    """What a drafter computes before it picks a token: a whole block's logits, or where the first pass begins."""
+
+    def first(self, count: int) -> Self:
+        """The first `count` sequences' part."""
+        ...
+
+
+DraftT = TypeVar("DraftT", bound=Draft)
+
+
+class DraftNetwork(Protocol[DraftT]):
+    """What a round needs of a drafter. There are two kinds.
+
+    A block drafter (`models.drafter.Drafter`: DSpark, DFlash) computes all rows in `draft`, and `propose` runs its
+    sequential heads over them. An MTP drafter (`models.mtp.MTPDrafter`) needs each token for the pass that gives the
+    next one, so that `propose` makes the passes.
+    """
+
+    reads_ahead: bool
+    """Whether a position's context is made of the token after it, too: equal contexts need one equal token more."""
 
     @property
     def name(self) -> str:
@@ -53,11 +72,18 @@ class BlockDrafter(Protocol):
 
     @property
     def max_context_length(self) -> int:
-        """Longest context that a block can follow."""
+        """Longest context that a draft can follow."""
         ...
 
-    def context_update(self, captured: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[KVCache]) -> None:
-        """Write context KV of positions that the target has computed."""
+    def context_update(
+        self,
+        captured: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[KVCache],
+        following: Tensor | None = None,
+    ) -> None:
+        """Write context KV of positions that the target has computed; `following` are the tokens after them."""
         ...
 
     def draft(
@@ -68,10 +94,10 @@ class BlockDrafter(Protocol):
         caches: Sequence[KVCache],
         num_speculative_tokens: int,
         max_length: int = 0,
-    ) -> DraftOutput:
-        """One pass over each sequence's block."""
+    ) -> DraftT:
+        """What can be computed of each sequence's draft before its first token is picked."""
         ...
 
-    def propose(self, anchors: Tensor, draft: DraftOutput, pick: Pick | None = None) -> Proposal:
+    def propose(self, anchors: Tensor, draft: DraftT, pick: Pick | None = None) -> Proposal:
         """Draft tokens of each sequence."""
         ...

@@ -34,8 +34,8 @@ class DraftHeads:
             without a confidence head.
         confidence_bias: float32 `[1]`; None without a confidence head.
         target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
-        calibrated: the confidence's weight and bias at each place of the block, with the place's calibration in them;
-            empty when they are the same everywhere.
+        calibrated: the confidence's weights `[places, width of confidence_weight]` and biases `[places, 1]` at each
+            place of the block, with the place's calibration in them; None when they are the same everywhere.
     """
 
     head_type: Literal["none", "vanilla", "gated", "rnn"] = "none"
@@ -45,7 +45,20 @@ class DraftHeads:
     confidence_weight: Tensor | None = None
     confidence_bias: Tensor | None = None
     target_ids: Tensor | None = None
-    calibrated: tuple[tuple[Tensor, Tensor], ...] = ()
+    calibrated: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def has_confidences(self) -> bool:
+        """Whether there is a confidence head."""
+        return self.confidence_weight is not None and self.confidence_bias is not None
+
+    def confidence_places(self) -> tuple[Tensor, Tensor]:
+        """`calibrated`, or one place that stands for all."""
+        if self.calibrated is not None:
+            return self.calibrated
+        assert self.confidence_weight is not None
+        assert self.confidence_bias is not None
+        return self.confidence_weight[None], self.confidence_bias[None]
 
     def calibrate(self, scaling: Sequence[tuple[float, float]]) -> DraftHeads:
         """The heads with the confidence's logit divided by a temperature and moved by an offset.
@@ -56,14 +69,15 @@ class DraftHeads:
         weight, bias = self.confidence_weight, self.confidence_bias
         if weight is None or bias is None or not scaling:
             return self
-        return replace(self, calibrated=tuple((weight / t, bias / t + offset) for t, offset in scaling))
+        weights = torch.stack([weight / t for t, _ in scaling])
+        return replace(self, calibrated=(weights, torch.stack([bias / t + offset for t, offset in scaling])))
 
     def at(self, place: int) -> DraftHeads:
         """The heads for the draft token at a place of the block, from 0."""
-        if not self.calibrated:
+        if self.calibrated is None:
             return self
-        weight, bias = self.calibrated[place]
-        return replace(self, confidence_weight=weight, confidence_bias=bias, calibrated=())
+        weights, biases = self.calibrated
+        return replace(self, confidence_weight=weights[place], confidence_bias=biases[place], calibrated=None)
 
 
 class DraftStep(NamedTuple):
@@ -102,6 +116,40 @@ def draft_inputs(
     token_ids[:, 0] = anchors
     positions = context_lengths.unsqueeze(1) + torch.arange(block_rows, device=anchors.device)
     return token_ids.flatten(), positions.flatten()
+
+
+class StepRows(NamedTuple):
+    """Rows of draft passes that have one row of each sequence.
+
+    Attributes:
+        sources: int64 `[sequences]`, slot of the last position of each context; 0 of a sequence without one.
+        positions: int64 `[steps, sequences]`, that position, then one further each step.
+        slots: int64 `[steps, sequences]`, their slots; -1 in the first step, whose entry the context has.
+    """
+
+    sources: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+def step_rows(context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int) -> StepRows:
+    """See `Kernels.step_rows`."""
+    limit = min(max_length, block_tables.shape[1] * block_size)
+    pads = context_lengths <= 0
+    step = torch.arange(steps, device=context_lengths.device)[:, None]
+    wanted = (context_lengths - 1).clamp(min=0) + step
+    positions = wanted.clamp(max=limit - 1).masked_fill(pads, 0)
+    blocks = block_tables.long().gather(1, positions.t() // block_size).t()
+    slots = blocks * block_size + positions % block_size
+    writes = ~pads & (wanted < limit) & (step > 0)
+    return StepRows(slots[0].masked_fill(pads, 0), positions, slots.masked_fill(~writes, -1))
+
+
+def draft_pick(logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+    """See `Kernels.draft_pick`."""
+    draft_ids = logits.argmax(dim=-1)
+    token_ids.copy_(draft_ids if target_ids is None else target_ids[draft_ids])
+    scores.copy_(logits.amax(dim=-1))
 
 
 def draft_step(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.ops import draft, rounds
-from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep, StepRows
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,11 @@ class Kernels(ABC):
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`x @ weight.T + bias`: `[rows, in_features]` -> `[rows, out_features]`."""
 
+    def written_linear(self, x: Tensor, weight: LinearWeight, slots: Tensor) -> Tensor:
+        """`linear(x, weight)` for rows that go to a cache: rows whose slot (int64 `[rows]`) is -1 may hold anything."""
+        del slots
+        return self.linear(x, weight)
+
     @abstractmethod
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
         """`x` `[rows, heads, head_dim]` rotated at `positions` int64 `[rows]`.
@@ -251,11 +256,15 @@ class Kernels(ABC):
         rows: AttentionRows,
         scale: float,
         sliding_window: int | None = None,
+        following: Sequence[LinearWeight] = (),
     ) -> Tensor:
         """Causal attention of `queries` `[rows, heads, head_dim]` over the cache: same shape.
 
         A row at position `p` sees its sequence's positions `0 ... p` (the last `sliding_window` of them, itself
         included, where that is given). Query head `h` reads KV head `h // (heads / kv_heads)`.
+
+        `following` are weights of the products that come next, in order. A device may fetch them meanwhile; results do
+        not depend on them.
         """
 
     @abstractmethod
@@ -311,6 +320,38 @@ class Kernels(ABC):
         (int64 `[sequences]`) on.
         """
         return draft.draft_inputs(anchors, context_lengths, block_rows, mask_token_id)
+
+    def step_rows(
+        self, context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int
+    ) -> StepRows:
+        """Rows of `steps` draft passes of one row a sequence: the first stands at the last position of its context.
+
+        Rows from position `max_length` or the end of the block table on stand at the last position before and write
+        nothing, as do the rows of a sequence without context, which only pads.
+
+        Args:
+            context_lengths: int64 `[sequences]`, live lengths.
+            block_tables: int32 `[sequences, max_blocks]`.
+            steps: passes.
+            block_size: positions in a block.
+            max_length: most positions of a sequence.
+        """
+        return draft.step_rows(context_lengths, block_tables, steps, block_size, max_length)
+
+    def draft_pick(self, logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+        """The token with the largest logit of each row.
+
+        Args:
+            logits: float32 `[sequences, draft_vocab]`.
+            target_ids: int64 `[draft_vocab]`, target id of each draft id; None when they are the same.
+            token_ids: int64 `[sequences]`, filled with target ids.
+            scores: float32 `[sequences]`, filled with the largest logits; NaN if any logit of the row is NaN.
+        """
+        draft.draft_pick(logits, target_ids, token_ids, scores)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that operations fill."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def draft_step(
         self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads

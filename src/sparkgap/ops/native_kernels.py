@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from sparkgap import _native
 from sparkgap.errors import CheckpointError, ConfigError
-from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
+from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep, StepRows
 from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
 from sparkgap.ops.w8a8 import Quantization
 
@@ -113,7 +113,11 @@ class NativeKernels(Kernels):
         parts = packed.parts()
         blocks, groups = -(-out_features // 16), -(-in_features // 4)
         padded = functional.pad(weight.values, (0, groups * 4 - in_features, 0, blocks * 16 - out_features))
-        parts["packed"].view(blocks, groups, 16, 4).copy_(padded.view(blocks, 16, groups, 4).transpose(1, 2))
+        pairs, paired = blocks // 2, blocks // 2 * 2 * 64 * groups
+        rows = padded[: pairs * 32].view(pairs, 2, 16, groups, 4)
+        parts["packed"][:paired].view(pairs, groups, 2, 16, 4).copy_(rows.permute(0, 3, 1, 2, 4))
+        last = padded[pairs * 32 :].view(blocks % 2, 16, groups, 4)
+        parts["packed"][paired:].view(blocks % 2, groups, 16, 4).copy_(last.transpose(1, 2))
         parts["offsets"].copy_(padded.sum(1, dtype=torch.int32).mul_(-128))
         parts["scales"][:out_features] = weight.scales
         if bias is not None:
@@ -168,10 +172,17 @@ class NativeKernels(Kernels):
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """See `Kernels.linear`; `weight` must come from this class's `prepare_linear`."""
+        return self._linear(x, weight, None)
+
+    def written_linear(self, x: Tensor, weight: LinearWeight, slots: Tensor) -> Tensor:
+        """See `Kernels.written_linear`; products that are not int8 leave such rows out."""
+        return self._linear(x, weight, slots)
+
+    def _linear(self, x: Tensor, weight: LinearWeight, slots: Tensor | None) -> Tensor:
         if not isinstance(weight, NativeLinearWeight):
             raise TypeError("the weight was not prepared by NativeKernels.prepare_linear")
         out = self._empty((x.shape[0], weight.out_features), x.dtype)
-        self.executor.linear(x, weight.packed, out)
+        self.executor.linear(x, weight.packed, out, slots)
         return out
 
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
@@ -235,6 +246,7 @@ class NativeKernels(Kernels):
         rows: AttentionRows,
         scale: float,
         sliding_window: int | None = None,
+        following: Sequence[LinearWeight] = (),
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         out = self._empty(queries.shape, queries.dtype)
@@ -250,6 +262,7 @@ class NativeKernels(Kernels):
             scale,
             sliding_window or 0,
             out,
+            [weight.packed for weight in following if isinstance(weight, NativeLinearWeight)],
         )
         return out
 
@@ -317,6 +330,25 @@ class NativeKernels(Kernels):
         self.executor.draft_blocks(anchors, context_lengths, block_rows, mask_token_id, token_ids, positions)
         return token_ids, positions
 
+    def step_rows(
+        self, context_lengths: Tensor, block_tables: Tensor, steps: int, block_size: int, max_length: int
+    ) -> StepRows:
+        """See `Kernels.step_rows`."""
+        sequences = context_lengths.shape[0]
+        sources = self._empty((sequences,), torch.int64)
+        positions, slots = self._empty((steps, sequences), torch.int64), self._empty((steps, sequences), torch.int64)
+        self.executor.step_rows(context_lengths, block_tables, block_size, max_length, sources, positions, slots)
+        return StepRows(sources, positions, slots)
+
+    def draft_pick(self, logits: Tensor, target_ids: Tensor | None, token_ids: Tensor, scores: Tensor) -> None:
+        """See `Kernels.draft_pick`."""
+        self.executor.draft_pick(logits, None, target_ids, token_ids, scores)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Kernels.empty`."""
+        del device
+        return self._empty(shape, dtype)
+
     def draft_step(
         self, base_logits: Tensor, hidden: Tensor, previous: Tensor, state: Tensor | None, heads: DraftHeads
     ) -> DraftStep:
@@ -334,25 +366,57 @@ class NativeKernels(Kernels):
         """See `Kernels.draft_chain`; bit for bit what `draft_step` with the largest logit gives."""
         sequences, block_rows, _ = base_logits.shape
         steps = block_rows - lead_rows
+        token_ids = self._empty((steps, sequences), torch.int64)
+        scores = self._empty((steps, sequences), torch.float32)
+        confidences = self._empty((steps, sequences), torch.float32) if heads.has_confidences else None
+        chain = DraftChain(token_ids, scores, confidences)
+        # In bfloat16 a step's bias is rounded before it is added.
+        if heads.head_type == "vanilla" and self.activation_dtype == hidden.dtype == torch.float32:
+            self._vanilla_chain(base_logits, hidden, anchors, heads, lead_rows, chain)
+        else:
+            self._chain_by_steps(base_logits, hidden, anchors, heads, lead_rows, chain)
+        return DraftChain(token_ids.t(), scores.t(), None if confidences is None else confidences.t())
+
+    def _vanilla_chain(
+        self, base_logits: Tensor, hidden: Tensor, anchors: Tensor, heads: DraftHeads, lead_rows: int, out: DraftChain
+    ) -> None:
+        """Fill `out` `[steps, sequences]` by the kernel of the whole chain."""
+        assert heads.w1 is not None
+        assert isinstance(heads.w2, NativeLinearWeight)
+        weights = biases = None
+        if out.confidences is not None:
+            weights, biases = heads.confidence_places()
+        self.executor.markov_chain(
+            base_logits,
+            hidden,
+            anchors,
+            lead_rows,
+            heads.w1,
+            heads.w2.packed,
+            heads.target_ids,
+            weights,
+            biases,
+            *out,
+        )
+
+    def _chain_by_steps(
+        self, base_logits: Tensor, hidden: Tensor, anchors: Tensor, heads: DraftHeads, lead_rows: int, out: DraftChain
+    ) -> None:
+        """Fill `out` `[steps, sequences]` step by step, each some operations."""
         state: Tensor | None = None
         if heads.head_type == "rnn":
             for row in range(lead_rows):
                 _, _, state = self._latent(hidden[:, row], anchors, state, heads)
-        token_ids = self._empty((steps, sequences), torch.int64)
-        scores = self._empty((steps, sequences), torch.float32)
-        has_confidences = heads.confidence_weight is not None and heads.confidence_bias is not None
-        confidences = self._empty((steps, sequences), torch.float32) if has_confidences else None
         previous = anchors
-        for number in range(steps):
+        for number in range(base_logits.shape[1] - lead_rows):
             row = lead_rows + number
-            out = None if confidences is None else confidences[number]
-            step = self._head_step(hidden[:, row], previous, state, heads.at(number), out)
+            confidences = None if out.confidences is None else out.confidences[number]
+            step = self._head_step(hidden[:, row], previous, state, heads.at(number), confidences)
             state = step.state
             self.executor.draft_pick(
-                base_logits[:, row], step.bias, heads.target_ids, token_ids[number], scores[number]
+                base_logits[:, row], step.bias, heads.target_ids, out.token_ids[number], out.scores[number]
             )
-            previous = token_ids[number]
-        return DraftChain(token_ids.t(), scores.t(), None if confidences is None else confidences.t())
+            previous = out.token_ids[number]
 
     def _head_step(
         self,

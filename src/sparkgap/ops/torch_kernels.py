@@ -6,6 +6,7 @@ positions (free there), so that exactly the visible keys are gathered. Where the
 kernels avoid that, this reference does not.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -121,8 +122,10 @@ class TorchKernels(Kernels):
         rows: AttentionRows,
         scale: float,
         sliding_window: int | None = None,
+        following: Sequence[LinearWeight] = (),
     ) -> Tensor:
         """See `Kernels.paged_attention`; unequal numbers of rows loop over sequences with lengths on the host."""
+        del following
         uniform = queries.shape[0] == rows.block_tables.shape[0] * rows.max_rows
         if uniform and self.linear_tile_rows is None:
             return _uniform_attention(queries, cache, rows, scale, sliding_window)

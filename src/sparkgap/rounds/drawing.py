@@ -10,6 +10,7 @@ from torch import Tensor
 from sparkgap.config import SamplingParams
 from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.rounds.random import MASK_64
+from sparkgap.rounds.sampling import Drawn
 
 _SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 _LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
@@ -59,8 +60,8 @@ class DeviceDraw:
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
 
-    def __call__(self, logits: Tensor, params: Seq[SamplingParams], keys: Seq[tuple[int, int]]) -> Tensor:
-        """A token of each row: int64 `[rows]`. A row whose logits are not numbers gets any.
+    def __call__(self, logits: Tensor, params: Seq[SamplingParams], keys: Seq[tuple[int, int]]) -> Drawn:
+        """A token of each row and its largest logit. A row whose logits are not numbers gets any token.
 
         Args:
             logits: float32 `[rows, vocab]` after masks, bias and penalties.
@@ -68,7 +69,7 @@ class DeviceDraw:
             keys: seed, and position that the token will occupy, of each row.
         """
         numbers = [SamplingNumbers.of(p) for p in params]
-        token_ids = torch.empty(len(numbers), dtype=torch.int64)
+        drawn = Drawn(torch.empty(len(numbers), dtype=torch.int64), torch.empty(len(numbers)))
         self._kernels.draw_tokens(
             logits,
             torch.tensor([n.temperature for n in numbers], dtype=torch.float32),
@@ -77,7 +78,6 @@ class DeviceDraw:
             torch.tensor([n.top_p for n in numbers], dtype=torch.float64),
             torch.tensor([as_int64(seed) for seed, _ in keys], dtype=torch.int64),
             torch.tensor([position - 1 for _, position in keys], dtype=torch.int64),
-            token_ids,
-            torch.empty(len(numbers)),
+            *drawn,
         )
-        return token_ids
+        return drawn

@@ -42,12 +42,13 @@ class PlainRunner:
         spans = [_span(chunk.sequence, chunk.end) for chunk in chunks]
         batch = forward_batch(spans, self._block_size, self.target.device)
         output = self.passes.prefill(batch)
-        self._after_pass(output, batch)
         self._note_prompt_logprobs(output.hidden, spans)
         wanted = [chunk.end == chunk.sequence.num_tokens for chunk in chunks]
-        outputs = iter(self._sample_last_rows(output.hidden, spans, wanted) if any(wanted) else [])
+        sampled = iter(self._sample_last_rows(output.hidden, spans, wanted) if any(wanted) else [])
+        outputs = [next(sampled) if is_wanted else None for is_wanted in wanted]
+        self._after_pass(output, batch, spans, outputs)
         _advance(spans)
-        return [next(outputs) if is_wanted else None for is_wanted in wanted]
+        return outputs
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
@@ -55,9 +56,9 @@ class PlainRunner:
         spans = [_span(sequence, sequence.num_tokens) for sequence in sequences]
         batch = forward_batch(spans, self._block_size, self.target.device)
         output = self.passes.decode(batch)
-        self._after_pass(output, batch)
         assert output.logits is not None
         outputs = self._sample(output.logits, [SamplingRow(sequence) for sequence in sequences])
+        self._after_pass(output, batch, spans, outputs)
         _advance(spans)
         return outputs
 
@@ -69,8 +70,10 @@ class PlainRunner:
         """Why a sequence whose draft's logits are not numbers cannot go on."""
         raise NotImplementedError("a runner without a drafter drafts nothing")
 
-    def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
-        """What is to be done after a pass all of whose rows are committed."""
+    def _after_pass(
+        self, output: TargetOutput, batch: ForwardBatch, spans: Seq[RowSpan], outputs: Seq[RoundOutput | None]
+    ) -> None:
+        """What is to be done after a pass over `spans`, all of whose rows are committed, and what it gave them."""
 
     def _note_prompt_logprobs(self, hidden: Tensor, spans: Seq[RowSpan]) -> None:
         """Give sequences that want them the log-probabilities of the prompt tokens that follow each row."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,21 @@ from sparkgap.rounds.logits import (
 from sparkgap.rounds.random import Purpose, uniform_number
 from sparkgap.rounds.sequence import SampledToken, Sequence, TokenLogprobs
 
-DrawRows = Callable[[Tensor, Seq[SamplingParams], Seq[tuple[int, int]]], Tensor]
-"""Draws a token int64 of each row from logits float32 `[rows, vocab]`, by the row's parameters, seed and position."""
+
+class Drawn(NamedTuple):
+    """What rows of logits gave.
+
+    Attributes:
+        token_ids: int64 `[rows]`.
+        largest: float32 `[rows]`, the largest logit of each row; NaN when any of the row is.
+    """
+
+    token_ids: Tensor
+    largest: Tensor
+
+
+DrawRows = Callable[[Tensor, Seq[SamplingParams], Seq[tuple[int, int]]], Drawn]
+"""Draws a token of each row from logits float32 `[rows, vocab]`, by the row's parameters, seed and position."""
 
 
 class Sampler:
@@ -49,8 +63,8 @@ class Sampler:
             rows: what each row of logits belongs to.
         """
         processed = self.process(logits, rows)
-        picks = self._pick(processed, rows)
-        errors = self.errors(logits, processed)
+        picks, largest = self._draw(processed, rows)
+        errors = self.errors(logits, processed, largest)
         logprobs = token_logprobs(logits, picks, [row.sequence.params.logprobs for row in rows])
         return [
             error if error is not None else SampledToken(token_id, logprob)
@@ -94,30 +108,22 @@ class Sampler:
             self._histories[sequence.sequence_id] = history
         return history
 
-    def _pick(self, logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-        drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
-        if not drawn:
-            return logits.argmax(-1)
-        draw_rows = self._device_draw or _draw
+    def _draw(self, logits: Tensor, rows: Seq[SamplingRow]) -> Drawn:
         params = [row.sequence.params for row in rows]
         keys = [(row.sequence.seed, row.position) for row in rows]
-        if len(drawn) == len(rows):
-            return draw_rows(logits, params, keys)
-        picks = logits.argmax(-1)
-        index = torch.tensor(drawn, device=logits.device)
-        picks[index] = draw_rows(logits[index], [params[i] for i in drawn], [keys[i] for i in drawn])
-        return picks
+        return (self._device_draw or _draw)(logits, params, keys)
 
-    def errors(self, logits: Tensor, processed: Tensor) -> list[EngineError | None]:
+    def errors(self, logits: Tensor, processed: Tensor, largest: Tensor | None = None) -> list[EngineError | None]:
         """For each row, why it has no token; None where it has one.
 
         Args:
             logits: float32 `[rows, vocab]` of the model.
             processed: what `process` made of them.
+            largest: float32 `[rows]`, the largest of each row of `processed`, where that is known.
         """
         # A row's largest value is NaN when any is.
-        best = logits.amax(-1).isfinite().tolist()
-        open_rows = best if processed is logits else processed.amax(-1).isfinite().tolist()
+        open_rows = (processed.amax(-1) if largest is None else largest).isfinite().tolist()
+        best = open_rows if processed is logits else logits.amax(-1).isfinite().tolist()
         return [self._error(*flags) for flags in zip(best, open_rows, strict=True)]
 
     def not_finite(self) -> EngineError:
@@ -142,8 +148,14 @@ def _is_unprocessed(row: SamplingRow) -> bool:
     return row.num_output_tokens >= params.min_tokens and not params.logit_bias and not has_penalties(params)
 
 
-def _draw(logits: Tensor, params: Seq[SamplingParams], keys: Seq[tuple[int, int]]) -> Tensor:
-    return draw(probabilities(logits, params), keys, Purpose.TARGET)
+def _draw(logits: Tensor, params: Seq[SamplingParams], keys: Seq[tuple[int, int]]) -> Drawn:
+    picks = logits.argmax(-1)
+    drawn = [index for index, row_params in enumerate(params) if not row_params.greedy]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        weights = probabilities(logits[index], [params[i] for i in drawn])
+        picks[index] = draw(weights, [keys[i] for i in drawn], Purpose.TARGET)
+    return Drawn(picks, logits.amax(-1))
 
 
 def draw(weights: Tensor, keys: Seq[tuple[int, int]], purpose: Purpose) -> Tensor:

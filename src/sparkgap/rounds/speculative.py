@@ -4,12 +4,13 @@ One round of a sequence with P committed positions and N speculative tokens:
 
 1. *draft*: the block (anchor and mask tokens) at positions P ... reads the drafter's context KV of positions < P.
 2. *propose*: N draft tokens, each from its row's logits and the token before it.
+   An MTP drafter has no block: each of its N passes takes the token before and gives the next, from position P - 1 on.
    With a `PromptLookup`, sequences whose last tokens stood before draft what followed them there, in place of 1 and 2.
 3. *verify*: the target computes anchor and draft tokens, N + 1 rows at positions P ... P + N.
    With a `DraftLengthPolicy` only as many draft tokens as pay, or a plain round in place of all this.
 4. *settle*: the accepted draft tokens and the target's own token after them; P grows by as many.
 5. *context update*: the drafter's context KV of the accepted rows' positions, from the hidden states that the
-   target had there; slots of rejected rows are -1.
+   target had there and, for MTP, the tokens that follow them; slots of rejected rows are -1.
 
 Rejected rows leave target KV behind at positions that the next round rewrites before it reads them.
 """
@@ -17,7 +18,7 @@ Rejected rows leave target KV behind at positions that the next round rewrites b
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from sparkgap.errors import EngineError
 from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import Proposal
-from sparkgap.models.interfaces import BlockDrafter, Target
+from sparkgap.models.interfaces import DraftNetwork, Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
@@ -35,7 +36,7 @@ from sparkgap.rounds.lookup import SWITCHED_OFF, PromptLookup
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.random import Purpose
 from sparkgap.rounds.sampling import Sampler, draw
-from sparkgap.rounds.sequence import RoundOutput, Sequence
+from sparkgap.rounds.sequence import RoundOutput, SampledToken, Sequence
 from sparkgap.rounds.verification import Drafted, Settlement, exact_match, rejection
 
 DraftSampleMethod = Literal["greedy", "probabilistic"]
@@ -53,7 +54,7 @@ class Speculation:
 
     Attributes:
         drafter: proposes tokens.
-        caches: its context KV, one cache a draft layer, in blocks of the target's numbers and size.
+        caches: its context KV, in blocks of the target's numbers and size.
         num_speculative_tokens: draft tokens a round (N).
         sample_method: for sampled requests, `greedy` drafts the most probable tokens and verifies by exact match,
             so that the output is the one without speculation; `probabilistic` samples them and verifies by
@@ -67,7 +68,7 @@ class Speculation:
             sampled, for the same reason.
     """
 
-    drafter: BlockDrafter
+    drafter: DraftNetwork[Any]
     caches: Seq[KVCache]
     num_speculative_tokens: int
     sample_method: DraftSampleMethod
@@ -83,7 +84,7 @@ class Speculation:
 
 
 class SpeculativeRunner(PlainRunner):
-    """Runs a target with a block drafter; a sequence that it does not draft for takes plain rounds, with the reason."""
+    """Runs a target with a drafter; a sequence that it does not draft for takes plain rounds, with the reason."""
 
     def __init__(
         self,
@@ -163,14 +164,22 @@ class SpeculativeRunner(PlainRunner):
             if (found := lookup.continuation(sequence, count)) is not None
         ]
 
-    def _after_pass(self, output: TargetOutput, batch: ForwardBatch) -> None:
+    def _after_pass(
+        self, output: TargetOutput, batch: ForwardBatch, spans: Seq[RowSpan], outputs: Seq[RoundOutput | None]
+    ) -> None:
         """Prompt chunks and plain rounds: every row is committed, so its context KV is written at once."""
-        self._update_context(output, batch.attention.positions, batch.slots)
+        following: list[int] = []
+        for span, given in zip(spans, outputs, strict=True):
+            after = span.sequence.token_ids(span.end, span.end + 1) if given is None else _padded(given.tokens, 1)
+            following += [*span.token_ids[1:], *after]
+        self._update_context(output, batch.attention.positions, batch.slots, following)
 
-    def _update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor) -> None:
-        """Write context KV; positions that no block can follow are left out."""
+    def _update_context(self, output: TargetOutput, positions: Tensor, slots: Tensor, following: Seq[int]) -> None:
+        """Write context KV; positions that no draft can follow are left out."""
         beyond = positions >= self.speculation.drafter.max_context_length
-        self.passes.update_context(output, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1))
+        self.passes.update_context(
+            output, positions.masked_fill(beyond, 0), slots.masked_fill(beyond, -1), self._integers(following)
+        )
 
     def _round(self, sequences: Seq[Sequence], length: int) -> list[RoundOutput]:
         """A round that verifies the first `length` draft tokens."""
@@ -216,8 +225,13 @@ class SpeculativeRunner(PlainRunner):
         """
         drafter = self.speculation.drafter
         lengths = [sequence.num_computed_tokens for sequence in sequences]
+        # An MTP drafter writes entries of its own, as far as N - 1 positions behind the context.
+        longest = max(lengths) + self.speculation.num_speculative_tokens
         tables = block_tables(
-            [sequence.block_table for sequence in sequences], max(lengths), self._block_size, self.target.device
+            [sequence.block_table for sequence in sequences],
+            min(longest, self.speculation.max_model_len),
+            self._block_size,
+            self.target.device,
         )
         inputs = (anchors, self._integers(lengths), tables, max(lengths))
         if not sampled:
@@ -253,9 +267,11 @@ class SpeculativeRunner(PlainRunner):
     ) -> None:
         """Advance the sequences and write the context KV of the accepted rows."""
         accepted = self._integers([settlement.num_accepted for settlement in settlements])
-        row = torch.arange(len(drafted[0].token_ids) + 1, device=accepted.device)
+        width = len(drafted[0].token_ids) + 1
+        row = torch.arange(width, device=accepted.device)
         rejected = (row > accepted[:, None]).flatten()
-        self._update_context(output, batch.attention.positions, batch.slots.masked_fill(rejected, -1))
+        following = [token_id for settlement in settlements for token_id in _padded(settlement.tokens, width)]
+        self._update_context(output, batch.attention.positions, batch.slots.masked_fill(rejected, -1), following)
         for draft, settlement in zip(drafted, settlements, strict=True):
             draft.sequence.num_computed_tokens += settlement.num_accepted + 1
 
@@ -280,3 +296,8 @@ class SpeculativeRunner(PlainRunner):
 
     def _integers(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.target.device)
+
+
+def _padded(tokens: Seq[SampledToken], count: int) -> list[int]:
+    """Ids of `count` tokens; 0 for those that are not there, whose rows are rejected or belong to no result."""
+    return [*(token.token_id for token in tokens), *[0] * (count - len(tokens))]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.losses import RowTargets, position_weights
+from sparkgap.train.mtp_network import MtpBatch
 from sparkgap.train.network import AnchorBatch
 
 
@@ -55,6 +57,11 @@ def tap_scale(taps: Tensor) -> Tensor:
     """
     usual = taps.float().abs().median(dim=0).values
     return 0.6745 / usual.clamp_min(1e-6 * float(usual.max()) + 1e-12)
+
+
+def normed_tap_scale(taps: Tensor, eps: float) -> Tensor:
+    """`tap_scale` of captured states after an RMSNorm without weights: float32 `[hidden]`."""
+    return tap_scale(functional.rms_norm(taps.float(), taps.shape[-1:], eps=eps))
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,50 @@ def select(
     return steps
 
 
+def rows_to_learn(
+    selections: Sequence[Selection],
+    examples: Examples,
+    vocabulary: DraftVocabulary,
+    tokens: int,
+    gamma: float,
+    device: torch.device,
+) -> tuple[Tensor, RowTargets]:
+    """What each drafted token follows, and what the target says there.
+
+    Args:
+        selections: anchors.
+        examples: where their features are.
+        vocabulary: draft vocabulary.
+        tokens: tokens drafted after an anchor.
+        gamma: decay of the weights by position.
+        device: where the tensors go.
+
+    Returns:
+        int64 `[anchors, tokens]`, target ids of the tokens before, and the targets of as many rows.
+    """
+    offsets = torch.arange(tokens)
+    weights_by_position = position_weights(tokens, gamma)
+    previous, labels, top_ids, top_logprobs, weights = [], [], [], [], []
+    for selection in selections:
+        example, anchors = selection.example, selection.anchors
+        places = anchors[:, None] + offsets
+        inside = places < example.computed
+        places = places.clamp_max(example.computed - 1)
+        previous.append(example.token_ids[places])
+        labels.append(torch.where(inside, vocabulary.draft_ids[example.token_ids[places + 1]], -1))
+        ids, logprobs = examples.top(example)
+        top_ids.append(vocabulary.draft_ids[ids[places].long()])
+        top_logprobs.append(logprobs[places])
+        weights.append(inside * weights_by_position)
+    targets = RowTargets(
+        torch.cat(labels).flatten().to(device),
+        torch.cat(top_ids).flatten(0, 1).to(device),
+        torch.cat(top_logprobs).flatten(0, 1).float().exp().to(device),
+        torch.cat(weights).flatten().to(device),
+    )
+    return torch.cat(previous).to(device), targets
+
+
 def pack(
     selections: Sequence[Selection],
     examples: Examples,
@@ -124,7 +175,7 @@ def pack(
     gamma: float,
     device: torch.device,
 ) -> TrainingRows:
-    """Gather the rows of some conversations' anchors.
+    """Gather the rows of some conversations' blocks.
 
     Args:
         selections: anchors.
@@ -135,33 +186,51 @@ def pack(
         gamma: decay of the weights by position.
         device: where the tensors go.
     """
-    offsets = torch.arange(tokens)
-    weights_by_position = position_weights(tokens, gamma)
-    taps, previous, labels, top_ids, top_logprobs, weights = [], [], [], [], [], []
-    for selection in selections:
-        example, anchors = selection.example, selection.anchors
-        places = anchors[:, None] + offsets
-        inside = places < example.computed
-        places = places.clamp_max(example.computed - 1)
-        taps.append(examples.taps(example)[: int(anchors[-1]) + 1])
-        previous.append(example.token_ids[places])
-        labels.append(torch.where(inside, vocabulary.draft_ids[example.token_ids[places + 1]], -1))
-        ids, logprobs = examples.top(example)
-        top_ids.append(vocabulary.draft_ids[ids[places].long()])
-        top_logprobs.append(logprobs[places])
-        weights.append(inside * weights_by_position)
-    lengths = [part.shape[0] for part in taps]
+    taps = [examples.taps(s.example)[: int(s.anchors[-1]) + 1] for s in selections]
+    previous, targets = rows_to_learn(selections, examples, vocabulary, tokens, gamma, device)
     batch = AnchorBatch(
         torch.cat(taps).to(device),
-        lengths,
+        [part.shape[0] for part in taps],
         [s.anchors.to(device) for s in selections],
-        torch.cat([s.example.token_ids[s.anchors] for s in selections]).to(device),
+        previous[:, 0],
         tokens + lead_rows,
     )
-    targets = RowTargets(
-        torch.cat(labels).flatten().to(device),
-        torch.cat(top_ids).flatten(0, 1).to(device),
-        torch.cat(top_logprobs).flatten(0, 1).float().exp().to(device),
-        torch.cat(weights).flatten().to(device),
+    return TrainingRows(batch, previous.flatten(), targets)
+
+
+@dataclass(frozen=True)
+class MtpRows:
+    """A packed part of a step of a multi-token prediction module.
+
+    Attributes:
+        batch: input of the network.
+        targets: what the target says at each drafted token.
+    """
+
+    batch: MtpBatch
+    targets: RowTargets
+
+
+def pack_mtp(
+    selections: Sequence[Selection],
+    examples: Examples,
+    vocabulary: DraftVocabulary,
+    tokens: int,
+    gamma: float,
+    device: torch.device,
+) -> MtpRows:
+    """Gather the rows of some conversations' drafts; arguments as `pack`."""
+    previous, targets = rows_to_learn(selections, examples, vocabulary, tokens, gamma, device)
+    taps, following = [], []
+    for selection in selections:
+        last = int(selection.anchors[-1])
+        taps.append(examples.taps(selection.example)[:last])
+        following.append(selection.example.token_ids[1 : last + 1])
+    batch = MtpBatch(
+        torch.cat(taps).to(device),
+        torch.cat(following).to(device),
+        [part.shape[0] for part in taps],
+        [s.anchors.to(device) for s in selections],
+        previous,
     )
-    return TrainingRows(batch, torch.cat(previous).flatten().to(device), targets)
+    return MtpRows(batch, targets)

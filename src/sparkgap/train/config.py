@@ -7,13 +7,16 @@ from typing import Literal
 
 from sparkgap.errors import ConfigError
 
-Method = Literal["dspark", "dflash"]
+Method = Literal["dspark", "dflash", "mtp"]
 HeadType = Literal["vanilla", "gated", "rnn"]
-METHODS: tuple[Method, ...] = ("dspark", "dflash")
+METHODS: tuple[Method, ...] = ("dspark", "dflash", "mtp")
 """Drafters that can be trained."""
 
 HEAD_TYPES: tuple[HeadType, ...] = ("vanilla", "gated", "rnn")
 """Markov heads that can be trained."""
+
+MOST_MTP_TOKENS = 16
+"""Most tokens that an MTP drafter drafts in a round."""
 
 _SHORT_BLOCK_TOKENS = 2
 
@@ -115,10 +118,10 @@ class FeatureConfig:
         )
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
-        """The layers captured from a target of `num_layers` layers.
+        """The layers that a block drafter reads of a target of `num_layers` layers.
 
         Raises:
-            ConfigError: an id is not a layer below the last, whose stream a drafter must not read.
+            ConfigError: an id is not a layer below the last, whose stream a block drafter must not read.
         """
         if self.target_layer_ids is None:
             chosen = {round(share * (num_layers - 1)) for share in (0.14, 0.41, 0.69)} | {num_layers - 2}
@@ -137,14 +140,14 @@ class NetworkConfig:
     """What the drafter looks like.
 
     Attributes:
-        method: `dspark`, or `dflash` without sequential heads.
-        num_layers: draft layers.
-        num_speculative_tokens: tokens that a block predicts (N).
+        method: `dspark`, `dflash` without sequential heads, or `mtp`, one layer that is applied again for each token.
+        num_layers: draft layers; 1 for `mtp`.
+        num_speculative_tokens: tokens that a block predicts, or that `mtp` is trained to draft (N).
         draft_vocab_size: tokens that can be drafted.
-        markov_rank: rank of the Markov head; ignored for `dflash`.
+        markov_rank: rank of the Markov head; of `dspark` alone.
         intermediate_size: of the feed-forward; None takes the target's.
         num_kv_heads: key and value heads; None takes the target's.
-        markov_head_type: kind of the Markov head; ignored for `dflash`.
+        markov_head_type: kind of the Markov head; of `dspark` alone.
     """
 
     method: Method = "dspark"
@@ -165,12 +168,29 @@ class NetworkConfig:
         for name in ("num_layers", "num_speculative_tokens", "draft_vocab_size", "markov_rank"):
             value = getattr(self, name)
             _check(_is_integer(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+        if self.method == "mtp":
+            _check(self.num_layers == 1, f"an mtp drafter has 1 layer, got num_layers {self.num_layers}")
+            _check(
+                self.num_speculative_tokens <= MOST_MTP_TOKENS,
+                f"an mtp drafter drafts at most {MOST_MTP_TOKENS} tokens, got {self.num_speculative_tokens}",
+            )
         for name in ("intermediate_size", "num_kv_heads"):
             value = getattr(self, name)
             _check(
                 value is None or (_is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
+
+    @classmethod
+    def for_method(cls, method: str) -> "NetworkConfig":
+        """The usual drafter of a method.
+
+        Raises:
+            ConfigError: no such method.
+        """
+        if method == "mtp":
+            return cls("mtp", num_layers=1, num_speculative_tokens=3)
+        return cls(method)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -274,6 +294,8 @@ class TrainConfig:
             None takes one for each thread on a CPU, and one on an accelerator.
         seed: of everything random.
         evaluation_prompts: a file of user turns to measure on at the end; never trained on.
+        conversations: directory (`out`) of another run whose conversations are used instead of own ones. What
+            `conversation` and `features` leave at its default is as that run has it.
         start_from: directory of a drafter of the same sizes whose weights training starts from; its draft
             vocabulary may be another. None starts as `train.start` does.
         conversation, features, network, loss, optimization: the stages' settings.
@@ -286,6 +308,7 @@ class TrainConfig:
     workers: int | None = None
     seed: int = 0
     evaluation_prompts: Path | None = None
+    conversations: Path | None = None
     start_from: Path | None = None
     conversation: ConversationConfig = ConversationConfig()
     features: FeatureConfig = FeatureConfig()
@@ -302,4 +325,29 @@ class TrainConfig:
                 value is None or (_is_integer(value) and value >= 1),
                 f"{name} must be an integer of at least 1, got {value!r}",
             )
+        ids = self.features.target_layer_ids
+        _check(
+            self.network.method != "mtp" or ids is None or len(ids) == 1,
+            f"an mtp drafter reads one target layer, got {ids!r}",
+        )
         _check(not self.out.exists() or self.out.is_dir(), f"out must be a directory, and {self.out} is a file")
+
+    def drafter_layer_ids(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that the drafter reads of a target of `num_layers` layers; see `FeatureConfig.layer_ids`.
+
+        An MTP drafter reads one, the deepest of the usual ones unless another is named; that may be the last.
+        """
+        if self.network.method != "mtp":
+            return self.features.layer_ids(num_layers)
+        if self.features.target_layer_ids is None:
+            return FeatureConfig().layer_ids(num_layers)[-1:]
+        (layer,) = self.features.target_layer_ids
+        _check(layer < num_layers, f"target layer {layer} cannot be captured: the target has {num_layers} layers")
+        return (layer,)
+
+    def captured_layer_ids(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that are kept of conversations: the drafter's, and for MTP the usual ones of other methods."""
+        ids = self.drafter_layer_ids(num_layers)
+        if self.network.method != "mtp":
+            return ids
+        return tuple(sorted({*ids, *FeatureConfig().layer_ids(num_layers)}))

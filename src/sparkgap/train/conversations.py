@@ -15,7 +15,7 @@ import torch
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
-from sparkgap.train.config import ConversationConfig, FeatureConfig
+from sparkgap.train.config import ConversationConfig
 from sparkgap.train.features import Examples, shard_bytes, write_shard
 from sparkgap.train.generation import ConversationSampler
 from sparkgap.train.progress import Bar, Progress
@@ -144,7 +144,8 @@ def collect(
     template: TurnTemplate,
     tokenizer: Tokenizer,
     config: ConversationConfig,
-    features: FeatureConfig,
+    layer_ids: tuple[int, ...],
+    top_k: int,
     seed: int,
     progress: Progress,
 ) -> list[Path]:
@@ -159,16 +160,16 @@ def collect(
         template: layout of a conversation.
         tokenizer: of prompts in a file and of openers.
         config: how to sample.
-        features: what to keep.
+        layer_ids: layers whose states are kept.
+        top_k: most probable tokens that are kept.
         seed: of everything drawn.
         progress: told of answer tokens.
 
     Returns:
         Paths of the shards used, in order.
     """
-    layer_ids = features.layer_ids(target.config.num_layers)
     directory.mkdir(parents=True, exist_ok=True)
-    check_disk(directory, target, config, layer_ids, features.top_k)
+    check_disk(directory, target, config, layer_ids, top_k)
     turns = file_turns(tokenizer, config)
     size = config.shard_conversations
     threads = max(torch.get_num_threads() // workers, 1)
@@ -192,7 +193,7 @@ def collect(
 
     with progress.task("conversations", config.answer_tokens, "answer tokens") as bar:
         samplers = [
-            ConversationSampler(target, template, config, layer_ids, features.top_k, plain_encoding(tokenizer))
+            ConversationSampler(target, template, config, layer_ids, top_k, plain_encoding(tokenizer))
             for _ in range(workers)
         ]
         counts = SampledTokens(config.answer_tokens, size, last, bar)

@@ -2,15 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
-from sparkgap.train.batches import DraftVocabulary, anchor_range
-from sparkgap.train.features import Example, Examples
+from sparkgap.models.heads import Proposal
+from sparkgap.models.mtp import MTPDrafter
+from sparkgap.train.batches import anchor_range
+from sparkgap.train.features import Example
+from sparkgap.train.mtp_network import MtpBatch, MtpNetwork
 from sparkgap.train.network import AnchorBatch, DraftNetwork
+
+Answer = tuple[Tensor, int, Tensor]
+"""Token ids int64 `[length]` of a conversation, its first answer position, captured states `[>= length - 1, width]`."""
 
 _REPLAYED_ANCHORS = 64
 """Anchors of one conversation that are drafted in one pass."""
@@ -66,6 +73,25 @@ def accepted_lengths(network: DraftNetwork, example: Example, taps: Tensor, ids:
     return _agreement(draft_greedily(network, batch, ids), token_ids, anchors)
 
 
+def mtp_lengths(network: MtpNetwork, token_ids: Tensor, start: int, taps: Tensor, tokens: int) -> Tensor:
+    """Accepted draft tokens of a round of a multi-token prediction module at every place of an answer.
+
+    Args:
+        network: the module.
+        token_ids: int64 `[length]`, the conversation.
+        start: first answer position.
+        taps: `[>= length - 2, hidden]`, captured hidden states.
+        tokens: draft tokens a round.
+
+    Returns:
+        int64 `[length - 1 - start]`.
+    """
+    last = token_ids.shape[0] - 1
+    anchors = torch.arange(start, last, device=taps.device)
+    batch = MtpBatch(taps[: last - 1], token_ids[1:last], [last - 1], [anchors], token_ids[anchors, None])
+    return _agreement(network.draft(batch, tokens), token_ids, anchors)
+
+
 def _agreement(drafted: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
     """Length of the drafts `[anchors, tokens]` that agree with what follows each anchor: int64 `[anchors]`."""
     following = anchors[:, None] + 1 + torch.arange(drafted.shape[1], device=anchors.device)
@@ -97,18 +123,6 @@ def acceptance(replays: Sequence[Sequence[int]], tokens: int) -> Acceptance:
     return Acceptance(len(lengths), sum(lengths), by_position, first / max(positions, 1))
 
 
-@torch.inference_mode()
-def replay(
-    network: DraftNetwork, chosen: Sequence[Example], examples: Examples, vocabulary: DraftVocabulary, tokens: int
-) -> Acceptance:
-    """Replay greedy rounds over answers that the target gave greedily."""
-    device = network.head.device
-    ids = vocabulary.ids.to(device)
-    return acceptance(
-        [accepted_lengths(network, e, examples.taps(e).to(device), ids, tokens).tolist() for e in chosen], tokens
-    )
-
-
 @dataclass(frozen=True)
 class ServedAnswer:
     """What the serving drafter drafts at every place of one answer.
@@ -123,33 +137,47 @@ class ServedAnswer:
 
 
 @torch.inference_mode()
-def serving_replay(drafter: Drafter, chosen: Sequence[tuple[Tensor, int, Tensor]], tokens: int) -> list[ServedAnswer]:
+def serving_replay(drafter: Drafter | MTPDrafter, chosen: Sequence[Answer], tokens: int) -> list[ServedAnswer]:
     """Draft at every place of answers with the drafter that serves: its context update, draft pass and heads.
 
     Args:
         drafter: the served draft model.
-        chosen: of each conversation, token ids int64 `[length]`, first answer position and captured hidden states
-            `[>= length - 1, m * hidden]`.
+        chosen: the answers.
         tokens: draft tokens a round.
     """
-    backbone, device = drafter.config.backbone, drafter.device
+    device = drafter.device
+    # An MTP draft writes its rows behind its context, so that each needs a context of its own.
+    own_context = isinstance(drafter, MTPDrafter)
     answers = []
     for token_ids, start, taps in chosen:
-        count = token_ids.shape[0] - 1
-        caches = allocate_caches(
-            backbone.num_layers, backbone.num_kv_heads, backbone.head_dim, 1, count, drafter.dtype, device
-        )
+        count, ids = token_ids.shape[0] - 1, token_ids.to(device)
         places = torch.arange(count, device=device)
-        drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches)
-        ids = token_ids.to(device)
+        groups = torch.split(places[start:], _REPLAYED_ANCHORS)
+        size = count + tokens
+        blocks = 1 + (max(map(len, groups)) if own_context else 0)
+        caches = [
+            cache
+            for layers, heads, head_dim in drafter.cache_shapes
+            for cache in allocate_caches(layers, heads, head_dim, blocks, size, drafter.dtype, device)
+        ]
+        drafter.context_update(taps[:count].to(device, drafter.dtype), places, places, caches, ids[1:])
         lengths, confidences = [], []
-        for anchors in torch.split(places[start:], _REPLAYED_ANCHORS):
+        for anchors in groups:
             tables = torch.zeros(anchors.shape[0], 1, dtype=torch.int32, device=device)
-            proposal = drafter.propose(
-                ids[anchors], drafter.draft(ids[anchors], anchors, tables, caches, tokens, count)
-            )
+            if own_context:
+                tables[:, 0] = torch.arange(1, anchors.shape[0] + 1)
+                for held in (part for cache in caches for part in (cache.keys, cache.values)):
+                    held[1:] = held[:1]
+            proposal = _propose(drafter, ids[anchors], anchors, tables, caches, tokens, count)
             lengths += _agreement(proposal.token_ids, ids, anchors).tolist()
             if proposal.confidences is not None:
                 confidences.append(proposal.confidences.to("cpu", torch.float32))
         answers.append(ServedAnswer(lengths, torch.cat(confidences) if confidences else None))
     return answers
+
+
+def _propose(drafter: Drafter | MTPDrafter, anchors: Tensor, lengths: Tensor, tables: Tensor, *rest: Any) -> Proposal:
+    """Both passes of a draft."""
+    if isinstance(drafter, MTPDrafter):
+        return drafter.propose(anchors, drafter.draft(anchors, lengths, tables, *rest))
+    return drafter.propose(anchors, drafter.draft(anchors, lengths, tables, *rest))

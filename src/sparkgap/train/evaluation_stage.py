@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparkgap.catalog.drafters import read_drafter
 from sparkgap.catalog.json_files import read_json
@@ -15,10 +14,11 @@ from sparkgap.catalog.safetensors_files import SafetensorsSource
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
+from sparkgap.models.mtp import MTPDrafter
 from sparkgap.train.calibration import calibrate
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import file_turns, plain_encoding
-from sparkgap.train.evaluate import ServedAnswer, acceptance, serving_replay
+from sparkgap.train.evaluate import Answer, ServedAnswer, acceptance, serving_replay
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.generation import ConversationSampler
 from sparkgap.train.progress import Progress
@@ -38,10 +38,11 @@ def evaluate(
 
     The confidences' calibration is found here too: `confidence_calibration` in the result, None without.
     """
+    tokens = config.network.num_speculative_tokens
     source = SafetensorsSource(config.out)
     checkpoint = read_drafter(read_json(config.out / "config.json"), source, config.out.name)
-    drafter = Drafter.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
-    tokens = config.network.num_speculative_tokens
+    kind = MTPDrafter if checkpoint.settings.method == "mtp" else Drafter
+    drafter = kind.from_checkpoint(checkpoint, target, target.kernels, target.dtype)
     own = serving_replay(drafter, [(e.token_ids, e.answer_start, examples.taps(e)) for e in held_out], tokens)
     report: dict[str, Any] = {"held_out": _report(own, tokens, "held-out conversations", progress)}
     calibration = calibrate(own, tokens)
@@ -87,7 +88,7 @@ def prompt_categories(path: Path, tokenizer: Tokenizer) -> dict[tuple[int, ...],
 
 def greedy_answers(
     config: TrainConfig, target: Decoder, tokenizer: Tokenizer, template: TurnTemplate, progress: Progress
-) -> list[tuple[Tensor, int, Tensor]]:
+) -> list[Answer]:
     """The target's greedy answers to `evaluation_prompts`: token ids, answer start and captured states of each."""
     assert config.evaluation_prompts is not None
     sampling = replace(
@@ -95,7 +96,7 @@ def greedy_answers(
     )
     turns = file_turns(tokenizer, sampling)
     sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
-    layer_ids = config.features.layer_ids(target.config.num_layers)
+    layer_ids = config.drafter_layer_ids(target.config.num_layers)
     with progress.task("answers to evaluation prompts", len(turns), "answers") as bar, torch.inference_mode():
         sampler = ConversationSampler(target, template, sampling, layer_ids, 1, plain_encoding(tokenizer))
         conversations = sampler.shard("evaluation", iter(turns), lambda _: bar.advance())

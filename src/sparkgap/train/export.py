@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from sparkgap.catalog.identity import TargetIdentity
 from sparkgap.models.config import ModelConfig
 from sparkgap.train.batches import DraftVocabulary
 from sparkgap.train.config import Method
-from sparkgap.train.network import DraftNetwork
+from sparkgap.train.mtp_network import MtpNetwork
+from sparkgap.train.network import DraftNetwork, TrainableNetwork
 
 
 def drafter_settings(
-    network: DraftNetwork,
+    network: DraftNetwork | MtpNetwork,
     method: Method,
     target: ModelConfig,
     layer_ids: tuple[int, ...],
@@ -30,13 +32,13 @@ def drafter_settings(
         method: what it was trained as.
         target: what it drafts for.
         layer_ids: captured layers.
-        tokens: tokens that a block predicts (N).
+        tokens: tokens drafted in a round (N).
         made_for: identity of the target's weights.
     """
     shape = network.shape
-    return DrafterSettings(
-        method=method,
-        transformer={
+    common: dict[str, Any] = {
+        "method": method,
+        "transformer": {
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers,
@@ -51,30 +53,34 @@ def drafter_settings(
             "hidden_act": "silu",
             "tie_word_embeddings": False,
         },
-        layer_windows=(None,) * shape.num_layers,
+        "layer_windows": (None,) * shape.num_layers,
+        "target_hidden_size": shape.target_hidden_size,
+        "target_layer_ids": layer_ids,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "num_target_layers": target.num_layers,
+        "made_for": made_for,
+    }
+    if isinstance(network, MtpNetwork):
+        return DrafterSettings(**common, layer_causal=(True,), default_speculative_tokens=tokens)
+    return DrafterSettings(
+        **common,
         layer_causal=(False,) * shape.num_layers,
-        target_hidden_size=shape.target_hidden_size,
-        target_layer_ids=layer_ids,
         block_size=tokens + shape.lead_rows,
         mask_token_id=network.mask_token_id,
         sample_from_anchor=shape.lead_rows == 0,
-        draft_vocab_size=shape.draft_vocab_size,
         markov_rank=shape.markov_rank,
         markov_head_type=shape.markov_head_type if shape.markov_rank else "vanilla",
         confidence_head=bool(shape.markov_rank),
         confidence_head_with_markov=bool(shape.markov_rank),
-        num_target_layers=target.num_layers,
-        made_for=made_for,
     )
 
 
-@torch.no_grad()
-def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
-    """The network's tensors in bfloat16 under the checkpoint's names, with the LM head rows of its vocabulary."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        if name.startswith(("layers.", "hidden_norm.", "norm.")):
-            tensors[name] = parameter
+def _block_tensors(network: DraftNetwork) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in network.named_parameters()
+        if name.startswith(("layers.", "hidden_norm.", "norm."))
+    }
     tensors["fc.weight"] = network.folded_fc()
     if network.shape.markov_rank:
         tensors["markov_head.markov_w1.weight"] = network.markov_w1[network.markov_rows]
@@ -84,6 +90,16 @@ def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[
             tensors["markov_head.gate_proj.weight"] = network.markov_gate.weight
         elif network.shape.markov_head_type == "rnn":
             tensors["markov_head.joint_proj.weight"] = network.markov_joint.weight
+    return tensors
+
+
+@torch.no_grad()
+def drafter_tensors(network: DraftNetwork | MtpNetwork, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
+    """The network's tensors in bfloat16 under the checkpoint's names, with the LM head rows of its vocabulary."""
+    if isinstance(network, MtpNetwork):
+        tensors = dict(network.named_parameters()) | {"hnorm.weight": network.hnorm.folded()}
+    else:
+        tensors = _block_tensors(network)
     reduced = network.shape.draft_vocab_size < network.shape.vocab_size
     if reduced:
         tensors["lm_head.weight"] = network.head
@@ -93,7 +109,7 @@ def drafter_tensors(network: DraftNetwork, vocabulary: DraftVocabulary) -> dict[
 
 def export(
     directory: Path,
-    network: DraftNetwork,
+    network: TrainableNetwork,
     vocabulary: DraftVocabulary,
     settings: DrafterSettings,
     verifier: str,
@@ -109,6 +125,7 @@ def export(
         verifier: the target's name.
         architectures: the target's Hugging Face architectures.
     """
+    assert isinstance(network, DraftNetwork | MtpNetwork)
     tensors = drafter_tensors(network, vocabulary)
     write_speculators(directory, settings, tensors, verifier=verifier, verifier_architectures=architectures)
     return (directory / "model.safetensors").stat().st_size

@@ -34,6 +34,13 @@ def write_shard(path: Path, conversations: Sequence[Conversation]) -> None:
     os.replace(partial, path)
 
 
+def layer_columns(captured: Sequence[int], wanted: Sequence[int], hidden_size: int) -> list[slice] | None:
+    """Columns of the states of layers `captured` that hold those of `wanted`; None where they are the same."""
+    if tuple(captured) == tuple(wanted):
+        return None
+    return [slice(i * hidden_size, (i + 1) * hidden_size) for i in map(tuple(captured).index, wanted)]
+
+
 @dataclass(frozen=True)
 class Example:
     """A conversation in a shard. The last token has no taps: nothing was computed of it.
@@ -64,9 +71,15 @@ class Example:
 
 
 class Examples:
-    """Conversations of several shards, without those whose user turn came before. Taps stay in mapped files."""
+    """Conversations of several shards, without those whose user turn came before. Taps stay in mapped files.
 
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
+    Args:
+        paths: the shards.
+        columns: columns of the captured states that `taps` gives; None gives all.
+    """
+
+    def __init__(self, paths: Sequence[Path] = (), columns: Sequence[slice] | None = None) -> None:
+        self._columns = columns
         self.items: list[Example] = []
         self._files: list[dict[str, Tensor]] = []
         self._seen: set[tuple[int, ...]] = set()
@@ -95,7 +108,11 @@ class Examples:
 
     def taps(self, example: Example) -> Tensor:
         """`[computed, m * hidden]`, captured hidden states."""
-        return self._rows(example, "taps")
+        taps = self._rows(example, "taps")
+        if self._columns is None:
+            return taps
+        parts = [taps[:, part] for part in self._columns]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def top(self, example: Example) -> tuple[Tensor, Tensor]:
         """Target ids int32 and log-probabilities float16 `[computed, k]` of the most probable next tokens."""

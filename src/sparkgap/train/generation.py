@@ -5,7 +5,7 @@ learns from are those that it will be given.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.ops.kernels import AttentionRows, KVCache
+from sparkgap.ops.kernels import AttentionRows, KVCache, LinearWeight
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.config import ConversationConfig
 from sparkgap.train.openers import opener
@@ -49,10 +49,11 @@ class LaneKernels(TorchKernels):
         rows: AttentionRows,
         scale: float,
         sliding_window: int | None = None,
+        following: Sequence[LinearWeight] = (),
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         if rows.max_rows != 1 or sliding_window is not None:
-            return super().paged_attention(queries, cache, rows, scale, sliding_window)
+            return super().paged_attention(queries, cache, rows, scale, sliding_window, following)
         # Lanes of like length together, so that short ones are not padded to the longest.
         order = rows.positions.argsort()
         output = torch.empty_like(queries)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkgap.train.batches import DraftVocabulary, Selection, pack, select
-from sparkgap.train.config import LossConfig, OptimizationConfig
-from sparkgap.train.evaluate import replay
-from sparkgap.train.features import Example, Examples
-from sparkgap.train.losses import LossWeights, confidence_loss, head_loss
-from sparkgap.train.network import DraftNetwork
+from sparkgap.train.batches import Selection, select
+from sparkgap.train.config import OptimizationConfig
+from sparkgap.train.features import Example
+from sparkgap.train.network import TrainableNetwork
 from sparkgap.train.progress import Progress
+from sparkgap.train.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def split_parameters(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
-        hidden = parameter.ndim == 2 and name.startswith(("layers.", "fc."))
+        hidden = parameter.ndim == 2 and name.startswith(("layers.", "fc.", "eh_proj."))
         (matrices if hidden else others).append(parameter)
     return matrices, others
 
@@ -46,12 +45,10 @@ class Trainer:
 
     Args:
         network: float32 master weights; its `dtype` is the compute type.
-        examples: all conversations.
-        train: those to learn from.
+        recipe: how this kind of network learns.
+        train: conversations to learn from.
         held_out: greedy ones to watch.
-        vocabulary: draft vocabulary.
-        tokens: tokens that a block predicts (N).
-        loss: weights of the loss.
+        tokens: tokens drafted after an anchor (N).
         config: how to train.
         seed: of the order of conversations and of their anchors.
         workers: threads that share a step; each runs its part of the conversations on one core.
@@ -61,21 +58,19 @@ class Trainer:
 
     def __init__(
         self,
-        network: DraftNetwork,
-        examples: Examples,
+        network: TrainableNetwork,
+        recipe: Recipe,
         train: Sequence[Example],
         held_out: Sequence[Example],
-        vocabulary: DraftVocabulary,
         tokens: int,
-        loss: LossConfig,
         config: OptimizationConfig,
         seed: int,
         workers: int,
         directory: Path,
         progress: Progress,
     ) -> None:
-        self.network, self.examples, self.train_examples, self.held_out = network, examples, train, held_out
-        self.vocabulary, self.tokens, self.loss, self.config, self.seed = vocabulary, tokens, loss, config, seed
+        self.network, self.recipe, self.train_examples, self.held_out = network, recipe, train, held_out
+        self.tokens, self.config, self.seed = tokens, config, seed
         self.directory, self.progress = directory, progress
         matrices, others = split_parameters(network)
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -163,7 +158,7 @@ class Trainer:
                 group["lr"] = rate * factor
         tokens = self.config.tokens_at(self.step, self.tokens)
         parts = _divide(selections, len(self._replicas))
-        rows = [self._pack(part, tokens) for part in parts]
+        rows = [self.recipe.pack(part, tokens, self.network.head.device) for part in parts]
         normalizer = float(sum(part.targets.weights.sum() for part in rows))
         jobs = [
             pool.submit(self._backward, replica, part, tokens, normalizer)
@@ -185,26 +180,11 @@ class Trainer:
             anchors,
         )
 
-    def _pack(self, part: list[Selection], tokens: int) -> Any:
-        shape = self.network.shape
-        device = self.network.head.device
-        return pack(part, self.examples, self.vocabulary, tokens, shape.lead_rows, self.loss.gamma, device)
-
-    def _backward(self, replica: DraftNetwork, rows: Any, tokens: int, normalizer: float) -> StepResult:
+    def _backward(self, replica: TrainableNetwork, rows: Any, tokens: int, normalizer: float) -> StepResult:
         """Gradients of one part of a step, in the replica; sums over its first tokens."""
         _refresh(replica, self.network)
-        hidden = replica(rows.batch)
-        markov = replica.markov_states(rows.previous_tokens)
-        latents = replica.markov_latents(hidden, markov, tokens)
-        weights = LossWeights(self.loss.cross_entropy, self.loss.total_variation)
-        result = head_loss(hidden, latents, replica.markov_output(), replica.head, rows.targets, weights, normalizer)
-        loss = result.loss
-        if replica.shape.markov_rank and self.loss.confidence:
-            logits = replica.confidence_logits(hidden, markov)
-            loss = loss + self.loss.confidence * confidence_loss(
-                logits, result.overlap, rows.targets.weights, normalizer
-            )
-        torch.autograd.backward(loss)
+        result = self.recipe.learn(replica, rows, tokens, normalizer)
+        torch.autograd.backward(result.total)
         first_correct = result.correct.view(-1, tokens)[:, 0].sum()
         first_overlap = result.overlap.view(-1, tokens)[:, 0].sum()
         return StepResult(
@@ -216,7 +196,7 @@ class Trainer:
 
     def _watch(self, recent: Sequence[StepResult]) -> None:
         """Measure acceptance on held-out conversations and remember it."""
-        measured = replay(self.inference_network(), self.held_out, self.examples, self.vocabulary, self.tokens)
+        measured = self.recipe.replay(self.inference_network(), self.held_out, self.tokens)
         count = max(len(recent), 1)
         record = {
             "step": self.step,
@@ -235,13 +215,13 @@ class Trainer:
             f"first token {measured.first_position:.3f}, by position {positions}"
         )
 
-    def inference_network(self) -> DraftNetwork:
+    def inference_network(self) -> TrainableNetwork:
         """The network in its compute type."""
         _refresh(self._replicas[0], self.network)
         return self._replicas[0]
 
 
-def _replica(network: DraftNetwork) -> DraftNetwork:
+def _replica(network: TrainableNetwork) -> TrainableNetwork:
     """A copy whose matrices are in the compute type; frozen tables are shared."""
     memo = {id(buffer): buffer for buffer in network.buffers()}
     replica = copy.deepcopy(network, memo)
@@ -252,7 +232,7 @@ def _replica(network: DraftNetwork) -> DraftNetwork:
 
 
 @torch.no_grad()
-def _refresh(replica: DraftNetwork, network: DraftNetwork) -> None:
+def _refresh(replica: TrainableNetwork, network: TrainableNetwork) -> None:
     """Copy the master's weights."""
     for own, master in zip(replica.parameters(), network.parameters(), strict=True):
         own.copy_(master)

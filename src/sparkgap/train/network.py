@@ -117,13 +117,18 @@ class Attention(nn.Module):
         keys = self.k_proj(x).unflatten(-1, (-1, self.shape.head_dim))
         return rotate(self.k_norm(keys, x.dtype), cos, sin)
 
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Normed, rotated queries of rows `x`, with the scale of scores: `[rows, heads, head_dim]`."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim))
+        rotated: Tensor = rotate(self.q_norm(queries, x.dtype), cos, sin) * float(self.shape.head_dim**-0.5)
+        return rotated
+
     def forward(self, x: Tensor, context: Tensor, rotation: "Rotation", batch: AnchorBatch) -> Tensor:
         """`x` `[blocks * N, hidden]` and `context` `[positions, hidden]` -> `[blocks * N, hidden]`."""
         shape = self.shape
         kv_heads, head_dim, size = shape.num_kv_heads, shape.head_dim, batch.rows
         groups = shape.num_heads // kv_heads
-        queries = self.q_proj(x).unflatten(-1, (-1, head_dim))
-        queries = rotate(self.q_norm(queries, x.dtype), *rotation.block) * head_dim**-0.5
+        queries = self.queries(x, *rotation.block)
         block_keys = self.keys(x, *rotation.block).view(-1, size, kv_heads, head_dim)
         block_values = self.v_proj(x).view(-1, size, kv_heads, head_dim)
         context_keys = self.keys(context, *rotation.context)
@@ -155,16 +160,12 @@ class Attention(nn.Module):
         return projected
 
 
-class Layer(nn.Module):
-    """One Qwen3-style draft layer."""
+class FeedForward(nn.ModuleDict):
+    """Gated feed-forward of a draft layer; writes nothing before it is trained."""
 
     def __init__(self, shape: NetworkShape) -> None:
-        super().__init__()
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.mlp = nn.ModuleDict(
+        super().__init__(
             {
                 "gate_proj": Linear(hidden, inner, std=hidden**-0.5),
                 "up_proj": Linear(hidden, inner, std=hidden**-0.5),
@@ -172,13 +173,27 @@ class Layer(nn.Module):
             }
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, hidden]` -> `[rows, hidden]`."""
+        fed: Tensor = self["down_proj"](functional.silu(self["gate_proj"](x)) * self["up_proj"](x))
+        return fed
+
+
+class Layer(nn.Module):
+    """One Qwen3-style draft layer."""
+
+    def __init__(self, shape: NetworkShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
     def forward(self, x: Tensor, context: Tensor, rotation: "Rotation", batch: AnchorBatch) -> Tensor:
         """Residual stream `[blocks * N, hidden]` after this layer."""
         dtype = context.dtype
         x = x + self.self_attn(self.input_layernorm(x, dtype), context, rotation, batch)
-        inner = self.post_attention_layernorm(x, dtype)
-        inner = functional.silu(self.mlp["gate_proj"](inner)) * self.mlp["up_proj"](inner)
-        fed: Tensor = self.mlp["down_proj"](inner)
+        fed: Tensor = self.mlp(self.post_attention_layernorm(x, dtype))
         return x + fed
 
 
@@ -191,8 +206,33 @@ class Rotation:
     biases: list[Tensor]
 
 
-class DraftNetwork(nn.Module):
-    """Trainable drafter over a frozen embedding and LM head.
+class TrainableNetwork(nn.Module):
+    """What all trainable drafters have.
+
+    Args:
+        shape: sizes.
+        dtype: compute type; parameters are float32.
+
+    Attributes:
+        head: `[draft_vocab, hidden]`, the target's LM head rows of the draft vocabulary, frozen.
+    """
+
+    head: Tensor
+
+    def __init__(self, shape: NetworkShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        self._frequencies = 1.0 / shape.rope_theta**half
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[rows, head_dim / 2]` that rotate rows at `positions`."""
+        angles = positions.float()[:, None] * self._frequencies.to(positions.device)
+        return angles.cos(), angles.sin()
+
+
+class DraftNetwork(TrainableNetwork):
+    """Trainable block drafter over a frozen embedding and LM head.
 
     Args:
         shape: sizes.
@@ -207,7 +247,6 @@ class DraftNetwork(nn.Module):
     """
 
     embedding: Tensor
-    head: Tensor
     markov_rows: Tensor
     tap_scale: Tensor
 
@@ -221,8 +260,8 @@ class DraftNetwork(nn.Module):
         markov_rows: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.shape, self.mask_token_id, self.dtype = shape, mask_token_id, dtype
+        super().__init__(shape, dtype)
+        self.mask_token_id = mask_token_id
         width = shape.num_taps * shape.target_hidden_size
         self.fc = Linear(width, shape.hidden_size, std=width**-0.5)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -244,12 +283,6 @@ class DraftNetwork(nn.Module):
         self.register_buffer("head", head.to(dtype), persistent=False)
         self.register_buffer("tap_scale", tap_scale, persistent=False)
         self.register_buffer("markov_rows", markov_rows, persistent=False)
-        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        self.frequencies = 1.0 / shape.rope_theta**half
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None] * self.frequencies.to(positions.device)
-        return angles.cos(), angles.sin()
 
     def _rotation(self, batch: AnchorBatch) -> Rotation:
         device, size = batch.taps.device, batch.rows
@@ -260,7 +293,7 @@ class DraftNetwork(nn.Module):
             biases.append(bias[:, None])
         context = torch.cat([torch.arange(length, device=device) for length in batch.lengths])
         block = torch.cat(list(batch.anchors))[:, None] + torch.arange(size, device=device)
-        return Rotation(self._angles(context), self._angles(block.flatten()), biases)
+        return Rotation(self.angles(context), self.angles(block.flatten()), biases)
 
     def forward(self, batch: AnchorBatch) -> Tensor:
         """Normed hidden states of the rows that predict: `[blocks * (rows - lead_rows), hidden]`, compute type."""

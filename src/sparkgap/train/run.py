@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,27 @@ from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
 from sparkgap.catalog.drafters import open_drafter, write_speculators_config
-from sparkgap.catalog.identity import identify_target
+from sparkgap.catalog.identity import TargetIdentity, identify_target
+from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.loading import load_target
 from sparkgap.ops import NativeKernels
-from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, tap_scale, token_counts
+from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, normed_tap_scale, tap_scale, token_counts
+from sparkgap.train.building import build_mtp_network, build_network, head_rows, mask_token
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.conversations import collect, read_prompts
 from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
-from sparkgap.train.features import Example, Examples
+from sparkgap.train.features import Example, Examples, layer_columns
 from sparkgap.train.generation import LaneKernels
 from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
-from sparkgap.train.network import DraftNetwork, NetworkShape
+from sparkgap.train.mtp_network import MtpNetwork
+from sparkgap.train.network import DraftNetwork
 from sparkgap.train.progress import Progress
+from sparkgap.train.recipes import BlockRecipe, MtpRecipe, Recipe
+from sparkgap.train.shared import TARGET_FILE, SharedConversations, open_shared, shared_shards
 from sparkgap.train.start import start
 from sparkgap.train.start_from import copy_weights
 from sparkgap.train.template import TurnTemplate, turn_template
@@ -54,7 +61,10 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     """
     work = config.out / "work"
     work.mkdir(parents=True, exist_ok=True)
+    shared = _shared(config)
     _check_settings(work / "settings.json", config)
+    if shared is not None:
+        config = dataclasses.replace(config, conversation=shared.sampling)
     if config.evaluation_prompts is not None:
         read_prompts(config.evaluation_prompts)
     initial = None if config.start_from is None else open_drafter(str(config.start_from))
@@ -64,68 +74,40 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     device = _device(config.device)
     workers = config.workers or (torch.get_num_threads() if device.type == "cpu" else 1)
     started = time.monotonic()
-    checkpoint, target = _open_target(config, device, workers, progress)
+    checkpoint, target = _open_target(config, device, progress)
+    identity = identify_target(checkpoint.config, checkpoint.weights)
     template = turn_template(checkpoint)
-    layer_ids = config.features.layer_ids(target.config.num_layers)
-    paths = collect(
-        work / "conversations",
-        target,
-        workers,
-        template,
-        checkpoint.tokenizer,
-        config.conversation,
-        config.features,
-        config.seed,
-        progress,
-    )
+    layer_ids = config.drafter_layer_ids(target.config.num_layers)
+    examples = _conversations(config, shared, target, identity, workers, template, checkpoint.tokenizer, progress)
     sampled = time.monotonic()
-    examples = Examples(paths)
     held_out, learned = _split(examples, config.optimization.held_out_conversations)
     progress.log(
         f"{len(examples.items)} conversations with {examples.answer_tokens} answer tokens, {len(held_out)} held out"
     )
     vocabulary, markov_rows = _vocabulary(work / "vocabulary.safetensors", learned, target, config)
-    scale = _tap_scale(work / "tap-scale.safetensors", examples, learned)
-    head = head_rows(checkpoint, target, vocabulary.ids)
-    mask_token_id = _mask_token(checkpoint, template, vocabulary)
-    network = build_network(config, target, head, vocabulary, scale, markov_rows, mask_token_id)
+    network, recipe = _network(config, checkpoint, target, template, examples, learned, vocabulary, markov_rows)
     progress.log(
         f"drafter of {sum(p.numel() for p in network.parameters()) / 1e6:.1f} M trained parameters, "
         f"{vocabulary.ids.shape[0]} draft tokens cover {vocabulary.coverage:.2%} of the answers"
     )
+    tokens = config.network.num_speculative_tokens
     trainer = Trainer(
-        network,
-        examples,
-        learned,
-        held_out,
-        vocabulary,
-        config.network.num_speculative_tokens,
-        config.loss,
-        config.optimization,
-        config.seed,
-        workers,
-        work,
-        progress,
+        network, recipe, learned, held_out, tokens, config.optimization, config.seed, workers, work, progress
     )
     if trainer.load():
         progress.log(f"continuing after step {trainer.step}")
     elif initial is not None:
         copy_weights(initial, network, vocabulary)
         progress.log(f"starting from the weights of {initial.name}")
-    else:
+    elif isinstance(network, DraftNetwork):
         start(network, examples, learned, config.seed)
     trainer.run()
     trained = time.monotonic()
-    settings = drafter_settings(
-        network,
-        config.network.method,
-        target.config,
-        layer_ids,
-        config.network.num_speculative_tokens,
-        identify_target(checkpoint.config, checkpoint.weights),
-    )
+    method = config.network.method
+    settings = drafter_settings(network, method, target.config, layer_ids, tokens, identity)
     architectures = [target.config.architecture]
-    size = export(config.out, trainer.inference_network(), vocabulary, settings, checkpoint.name, architectures)
+    trained_network = trainer.inference_network()
+    size = export(config.out, trained_network, vocabulary, settings, checkpoint.name, architectures)
     report: dict[str, Any] = {
         "settings": _plain(config),
         "target": {"name": checkpoint.name, "architecture": target.config.architecture},
@@ -156,6 +138,30 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     _write_json(config.out / "report.json", report)
     progress.log(f"drafter and report.json are in {config.out}")
     return report
+
+
+def _network(
+    config: TrainConfig,
+    checkpoint: Checkpoint,
+    target: Decoder,
+    template: TurnTemplate,
+    examples: Examples,
+    learned: list[Example],
+    vocabulary: DraftVocabulary,
+    markov_rows: Tensor,
+) -> tuple[DraftNetwork | MtpNetwork, Recipe]:
+    """The untrained network, and how it learns."""
+    head = head_rows(checkpoint, target, vocabulary.ids)
+    scale_file = config.out / "work" / "tap-scale.safetensors"
+    if config.network.method == "mtp":
+        scale_of = partial(normed_tap_scale, eps=target.config.rms_norm_eps)
+        scale = _kept_scale(scale_file, examples, learned, scale_of)
+        module = build_mtp_network(config, target, head, vocabulary, scale)
+        return module, MtpRecipe(examples, vocabulary, config.loss)
+    scale = _kept_scale(scale_file, examples, learned, tap_scale)
+    mask = mask_token(checkpoint, template, vocabulary)
+    network = build_network(config, target, head, vocabulary, scale, markov_rows, mask)
+    return network, BlockRecipe(examples, vocabulary, config.loss, network.shape.lead_rows)
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
@@ -209,9 +215,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _open_target(
-    config: TrainConfig, device: torch.device, workers: int, progress: Progress
-) -> tuple[Checkpoint, Decoder]:
+def _open_target(config: TrainConfig, device: torch.device, progress: Progress) -> tuple[Checkpoint, Decoder]:
     """The target as it is served: W8A8 on a CPU, else bfloat16 with kernels for many conversations at a time."""
     checkpoint = open_checkpoint(config.target)
     target = load_target(
@@ -223,8 +227,42 @@ def _open_target(
         max_model_len=config.conversation.max_positions,
     )
     progress.log(f"target {checkpoint.name}: {target.config.num_layers} layers of {target.config.hidden_size}")
-    check_memory(target.config, config.conversation, workers, device)
     return checkpoint, target
+
+
+def _shared(config: TrainConfig) -> SharedConversations | None:
+    """The other run's conversations, where they are asked for; checked before anything of this run is written."""
+    if config.conversations is None:
+        return None
+    checkpoint = open_checkpoint(config.target)
+    identity = identify_target(checkpoint.config, checkpoint.weights)
+    return open_shared(config, identity.num_layers, identity)
+
+
+def _conversations(
+    config: TrainConfig,
+    shared: SharedConversations | None,
+    target: Decoder,
+    identity: TargetIdentity,
+    workers: int,
+    template: TurnTemplate,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> Examples:
+    """Stage 1, or another run's conversations, with the states of the drafter's layers."""
+    model, work = target.config, config.out / "work"
+    wanted, captured = config.drafter_layer_ids(model.num_layers), config.captured_layer_ids(model.num_layers)
+    if shared is not None:
+        paths = shared_shards(shared, work / "shared.json")
+        progress.log(f"{len(paths)} files of conversations from {shared.run}")
+        return Examples(paths, layer_columns(shared.layer_ids, wanted, model.hidden_size))
+    check_memory(model, config.conversation, workers, target.device)
+    _write_json(work / TARGET_FILE, identity.to_json())
+    sampling, top_k = config.conversation, config.features.top_k
+    paths = collect(
+        work / "conversations", target, workers, template, tokenizer, sampling, captured, top_k, config.seed, progress
+    )
+    return Examples(paths, layer_columns(captured, wanted, model.hidden_size))
 
 
 def _split(examples: Examples, held_out: int) -> tuple[list[Example], list[Example]]:
@@ -251,9 +289,9 @@ def _vocabulary(
     counts = token_counts(learned, target.config.vocab_size)
     if not path.exists():
         ids = draft_vocabulary(counts, config.network.draft_vocab_size).ids
-        partial = path.with_suffix(".partial")
-        save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, partial)
-        os.replace(partial, path)
+        unfinished = path.with_suffix(".partial")
+        save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, unfinished)
+        os.replace(unfinished, path)
     saved = load_file(path)
     rows = torch.zeros(target.config.vocab_size, dtype=torch.int64)
     rows[saved["markov_tokens"]] = torch.arange(1, saved["markov_tokens"].shape[0] + 1)
@@ -264,84 +302,11 @@ def _vocabulary(
     return dataclasses.replace(inside, coverage=coverage), rows
 
 
-def _tap_scale(path: Path, examples: Examples, learned: list[Example]) -> Tensor:
-    """`tap_scale` of a sample of what is learned, chosen once a run."""
+def _kept_scale(path: Path, examples: Examples, learned: list[Example], scale: Callable[[Tensor], Tensor]) -> Tensor:
+    """`scale` of the captured states of a sample of what is learned, chosen once a run."""
     if not path.exists():
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         taps = torch.cat([examples.taps(e) for e in learned[:_SCALED_CONVERSATIONS]])
-        save_file({"tap_scale": tap_scale(taps)}, partial)
-        os.replace(partial, path)
+        save_file({"tap_scale": scale(taps)}, unfinished)
+        os.replace(unfinished, path)
     return load_file(path)["tap_scale"]
-
-
-def _mask_token(checkpoint: Checkpoint, template: TurnTemplate, vocabulary: DraftVocabulary) -> int:
-    """A token for the rows after the anchor: a special one that conversations do not use, if there is one."""
-    used = {*template.opening, *template.middle, *template.end_tokens}
-    free = sorted(t for t in checkpoint.tokenizer.special_token_ids if t not in used)
-    if free:
-        return free[0]
-    outside = (vocabulary.draft_ids < 0).nonzero()[:, 0]
-    return int(outside[-1]) if outside.numel() else 0
-
-
-def head_rows(checkpoint: Checkpoint, target: Decoder, ids: Tensor) -> Tensor:
-    """Rows `ids` of the target's LM head from its checkpoint: kernels may keep no copy that can be read."""
-    if target.config.tie_word_embeddings:
-        return target.embedding[ids.to(target.device)]
-    return checkpoint.weights.get("lm_head.weight")[ids].to(target.device, target.dtype)
-
-
-def build_network(
-    config: TrainConfig,
-    target: Decoder,
-    head: Tensor,
-    vocabulary: DraftVocabulary,
-    scale: Tensor,
-    markov_rows: Tensor,
-    mask_token_id: int,
-) -> DraftNetwork:
-    """An untrained drafter for `target`, on its device; the same for the same seed.
-
-    Args:
-        config: the drafter's sizes.
-        target: what it drafts for.
-        head: `[draft_vocab, hidden]`, as `head_rows`.
-        vocabulary: draft vocabulary.
-        scale: of the captured dimensions, as `tap_scale`.
-        markov_rows: row of W1 that each target token trains.
-        mask_token_id: token of the rows after the anchor.
-    """
-    model, wanted = target.config, config.network
-    shape = NetworkShape(
-        hidden_size=model.hidden_size,
-        target_hidden_size=model.hidden_size,
-        intermediate_size=wanted.intermediate_size or model.intermediate_size,
-        num_layers=wanted.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=wanted.num_kv_heads or model.num_kv_heads,
-        head_dim=model.head_dim,
-        num_taps=len(config.features.layer_ids(model.num_layers)),
-        vocab_size=model.vocab_size,
-        draft_vocab_size=vocabulary.ids.shape[0],
-        markov_rank=wanted.markov_rank if wanted.method == "dspark" else 0,
-        markov_tokens=int(markov_rows.max()) + 1,
-        lead_rows=0 if wanted.method == "dspark" else 1,
-        rms_norm_eps=model.rms_norm_eps,
-        rope_theta=model.rope.theta,
-        markov_head_type=wanted.markov_head_type,
-    )
-    if shape.num_heads % shape.num_kv_heads:
-        raise ConfigError(f"num_kv_heads must divide {shape.num_heads} heads, got {shape.num_kv_heads}")
-    torch.manual_seed(config.seed)
-    network = DraftNetwork(
-        shape,
-        target.embedding,
-        head,
-        mask_token_id,
-        scale.to(target.device),
-        markov_rows.to(target.device),
-        target.dtype,
-    )
-    with torch.no_grad():
-        network.norm.weight.copy_(target.final_norm)
-    return network.to(target.device)

@@ -6,6 +6,7 @@ from torch import Tensor
 from sparkgap.catalog.drafters import DrafterCheckpoint, target_ids
 from sparkgap.errors import ConfigError
 from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.mtp_network import MtpNetwork
 from sparkgap.train.network import DraftNetwork
 
 _UNTRAINED_STD = 0.1
@@ -13,7 +14,7 @@ _UNTRAINED_STD = 0.1
 
 
 @torch.no_grad()
-def copy_weights(drafter: DrafterCheckpoint, network: DraftNetwork, vocabulary: DraftVocabulary) -> None:
+def copy_weights(drafter: DrafterCheckpoint, network: DraftNetwork | MtpNetwork, vocabulary: DraftVocabulary) -> None:
     """Set a network's weights to those of a drafter; what belongs to a token goes to the same token.
 
     Tokens that the drafter could not draft start without a Markov bias, as all do in training from the start, and so do
@@ -43,10 +44,15 @@ def copy_weights(drafter: DrafterCheckpoint, network: DraftNetwork, vocabulary: 
             )
         parameter.copy_(value.to(parameter.device))
 
+    # What is served has the scale of the captured dimensions folded in.
+    if isinstance(network, MtpNetwork):
+        for name, parameter in network.named_parameters():
+            value = tensor(name)
+            copy(parameter, name, value / network.hnorm.scale.cpu() if name == "hnorm.weight" else value)
+        return
     for name, parameter in network.named_parameters():
         if name.startswith(("layers.", "hidden_norm.", "norm.")):
             copy(parameter, name, tensor(name))
-    # What is served has the scale of the captured dimensions folded in.
     copy(network.fc.weight, "fc.weight", tensor("fc.weight") / network.tap_scale.cpu())
     if not network.shape.markov_rank:
         return

@@ -235,12 +235,11 @@ class SlotPrograms:
     def _capture_context(self, bucket: int, captured: Tensor, model: DraftModel) -> CpuGraph:
         end = bucket * self.width(bucket)
         positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
-        inputs = {"captured": captured, "positions": positions, "slots": slots}
+        # The target's own token of an accepted row is the one that follows it.
+        inputs = {"captured": captured, "positions": positions, "slots": slots, "following": self._slot.picks[:end]}
         # Plain rounds of several sequences may have as many rows as a round of fewer that drafts.
         if inputs not in self._context:
-            self._context.capture(
-                inputs, lambda: model.drafter.context_update(captured, positions, slots, model.caches)
-            )
+            self._context.capture(inputs, lambda: model.drafter.context_update(**inputs, caches=model.caches))
         return self._context.graph(inputs)
 
     def _hand_off(self, bucket: int) -> None:
