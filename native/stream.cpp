@@ -183,7 +183,8 @@ Stream::~Stream() {
 
 std::shared_ptr<Launch> Stream::launch(std::shared_ptr<Program> program) {
   if (!program) throw std::invalid_argument("there is no program to launch");
-  if (is_forked(shared_)) throw std::runtime_error("the stream belongs to the process that was forked");
+  if (is_forked(shared_))
+    throw std::runtime_error("the stream belongs to the process that this one was forked from; load the model here");
   auto launch = std::make_shared<Launch>();
   launch->program_ = std::move(program);
   launch->shared_ = shared_;

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,12 +60,12 @@ def write_random_drafter(directory: Path, **changes) -> Path:
     return directory
 
 
-def write_looping_pair(directory: Path, *, sharpness: float = 2.0) -> tuple[Path, Path]:
+def write_looping_pair(directory: Path, *, sharpness: float = 2.0, **config_changes: Any) -> tuple[Path, Path]:
     """A target whose next token mostly follows from the last one alone, and a drafter whose Markov head knows how.
 
     The target's attention and MLP are weak, so its logits are near those of `embedding -> final norm -> head`; the
     drafter's backbone says nothing and its head's rank is the hidden size, so it is that product exactly. Where the
-    rest of the target matters more, the drafter is wrong.
+    rest of the target matters more, the drafter is wrong. `config_changes` replace keys of the target's config.json.
     """
     model = write_tiny_model(directory / "target", seed=1)
     weights = load_file(model / "model.safetensors")
@@ -75,7 +76,7 @@ def write_looping_pair(directory: Path, *, sharpness: float = 2.0) -> tuple[Path
     weights["lm_head.weight"] = head
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False} | config_changes))
     wanted = settings(markov_rank=32)
     tensors = random_tensors(wanted)
     tensors["norm.weight"] = torch.zeros(32)

@@ -319,7 +319,7 @@ def inject_kernel(pipeline, monkeypatch):
 
 
 def inject_copy(pipeline, monkeypatch):
-    def failing(sequences):
+    def failing(*arguments):
         monkeypatch.undo()
         raise RuntimeError("injected")
 

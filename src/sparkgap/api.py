@@ -23,6 +23,7 @@ from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import hidden_states, next_token_probabilities
+from sparkgap.engine.speculation import drafting_sequences
 from sparkgap.engine.stats import EngineStats
 from sparkgap.engine.tracing import Recording, record
 from sparkgap.errors import ConfigError, EngineError, PromptError
@@ -301,6 +302,7 @@ class LLM:
             "method": settings.method,
             "num_speculative_tokens": chosen.num_speculative_tokens,
             "draft_sample_method": chosen.config.draft_sample_method,
+            "disable_by_batch_size": drafting_sequences(chosen, self._loaded.target),
             "prompt_lookup": chosen.config.lookup_lengths,
             "parameters": chosen.drafter.num_parameters,
             "draft_vocab_size": settings.draft_vocab_size,

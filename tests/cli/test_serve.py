@@ -50,6 +50,23 @@ def test_the_command_line_wins_over_the_environment_over_the_file(
     assert found["max-queued-seqs"] == ("128", "default")
 
 
+def test_the_model_may_be_named_without_its_option(
+    sparkgap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "filed"\n')
+    monkeypatch.setenv("SPARKGAP_MODEL", "surrounding")
+    for arguments in (["named"], ["named", "--config", str(file)], ["named", "--model", "named"]):
+        found = sources(sparkgap("serve", "--dry-run", *arguments).out)
+        assert found["model"] == ('"named"', "from the command line")
+        assert "model-argument" not in found
+    assert sources(sparkgap("serve", "--dry-run").out)["model"] == ('"surrounding"', "from SPARKGAP_MODEL")
+    for command in ("serve", "chat"):
+        result = sparkgap(command, "one", "--model", "other")
+        assert (result.status, result.out) == (2, "")
+        assert result.err == "sparkgap: error: two models are named, one and --model other; leave one out\n"
+
+
 def test_the_file_can_be_named_in_the_environment(
     sparkgap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -98,7 +98,8 @@ def test_decoding_goes_on_while_a_long_prompt_is_read():
         (output, *_) = engine.step()
         assert output.request_id == "request-0"
     kinds = [kind for kind, _ in engine.runner.log[before:]]
-    assert kinds == ["decode", "prefill"] * 5
+    # The first round is alone, so that it is known how long one takes.
+    assert kinds == ["decode", *["decode", "prefill"] * 4]
     run(engine)
 
 

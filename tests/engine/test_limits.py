@@ -140,35 +140,61 @@ class TestPace:
     )
     def test_a_step_is_stretched_as_far_as_allowed(self, decode_ms, pass_ms, token_ms, stretch, largest):
         pacer = PrefillPacer(largest, stretch)
+        # A round alone comes first, from which the pace is known.
+        assert pacer.num_tokens(3) == 0
+        pacer.add_step(3, 0, decode_ms / 1e3)
         for _ in range(60):
-            number = pacer.num_tokens(beside_decodes=True)
+            number = pacer.num_tokens(3)
             assert 1 <= number <= largest
-            pacer.add_decode(decode_ms / 1e3)
-            pacer.add_prefill(number, (pass_ms + number * token_ms) / 1e3)
-        number = pacer.num_tokens(beside_decodes=True)
+            pacer.add_step(3, number, (decode_ms + pass_ms + number * token_ms) / 1e3)
+        number = pacer.num_tokens(3)
         duration_ms, allowed_ms = pass_ms + number * token_ms, (stretch - 1) * decode_ms
         if number > min(4, largest):
             assert duration_ms < 1.25 * allowed_ms + token_ms
         if number < largest:
             assert 1.25 * (duration_ms + token_ms) > allowed_ms
-        assert pacer.num_tokens(beside_decodes=False) == largest
+        assert pacer.num_tokens(0) == largest
 
     def test_passes_that_are_not_full_tell_nothing(self):
         pacer = PrefillPacer(512, 2.0)
-        pacer.add_prefill(400, 1.0)
-        pacer.add_decode(0.01)
-        number = pacer.num_tokens(beside_decodes=True)
-        pacer.add_prefill(3, 0.001)
-        assert pacer.num_tokens(beside_decodes=True) == number
+        pacer.add_step(1, 400, 1.0)
+        pacer.add_step(1, 0, 0.01)
+        number = pacer.num_tokens(1)
+        pacer.add_step(1, 3, 0.011)
+        assert pacer.num_tokens(1) == number
 
-    def test_one_slow_round_means_little(self):
+    def test_one_slow_step_means_little(self):
         pacer = PrefillPacer(512, 2.0)
         for duration_s in (0.01, 0.01, 0.01, 5.0):
-            pacer.add_decode(duration_s)
+            pacer.add_step(1, 0, duration_s)
         for _ in range(20):
-            number = pacer.num_tokens(beside_decodes=True)
-            pacer.add_prefill(number, number * 1e-3)
-        assert pacer.num_tokens(beside_decodes=True) == 10
+            number = pacer.num_tokens(1)
+            pacer.add_step(1, number, 0.01 + number * 1e-3)
+        assert pacer.num_tokens(1) == 10
+
+    def test_each_number_of_sequences_has_its_pace(self):
+        pacer = PrefillPacer(512, 2.0)
+        for sequences in (1, 4):
+            assert pacer.num_tokens(sequences) == 0
+            pacer.add_step(sequences, 0, 0.01 * sequences)
+        for sequences, expected in ((1, 10), (4, 40), (1, 10)):
+            for _ in range(20):
+                number = pacer.num_tokens(sequences)
+                pacer.add_step(sequences, number, 0.01 * sequences + number * 1e-3)
+            assert pacer.num_tokens(sequences) == expected
+
+    def test_prompts_are_read_even_where_no_pace_becomes_known(self):
+        pacer = PrefillPacer(512, 2.0)
+        assert [pacer.num_tokens(1) > 0 for _ in range(4)] == [False, False, True, True]
+
+    def test_a_prompt_beside_decodes_waits_for_one_round_at_most_for_each_number(self):
+        engine = make_engine(max_num_batched_tokens=16)
+        engine.add_request([1] * 20, SamplingParams(max_tokens=30))
+        engine.add_request([2] * 20, SamplingParams(max_tokens=5))
+        run(engine)
+        kinds = [kind for kind, _ in engine.runner.log]
+        first = kinds.index("decode")
+        assert kinds[first : first + 3] == ["decode", "decode", "prefill"]
 
 
 class TestStats:

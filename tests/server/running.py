@@ -123,8 +123,12 @@ class Process:
         self._reader.start()
         self.port = port
         if wait:
-            line = wait_until(lambda: self.find("ready url") or self.child.poll() is not None, 60)
-            assert isinstance(line, str), self.lines
+            try:
+                line = wait_until(lambda: self.find("ready url") or self.child.poll() is not None, 180)
+                assert isinstance(line, str), self.lines
+            except BaseException:
+                self.kill()
+                raise
             self.port = int(re.search(r"url=http://127\.0\.0\.1:(\d+)", line)[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -164,6 +168,7 @@ def check_error(response, status, *, type="invalid_request_error", code=..., par
     assert list(body) == ["error"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["type"] == type
+    assert body["error"]["code"]
     if code is not ...:
         assert body["error"]["code"] == code
     if param is not ...:

@@ -196,6 +196,45 @@ def test_completion_logprobs(client, llm):
     assert offsets == answer.logprobs.text_offset
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_has_the_logprobs_of_its_prompt(client, llm, n):
+    """As evaluation harnesses score texts; the prompt's are those that it would have as an answer."""
+    prompts = ["ab", "Say something longer than one block of KV.", "c"]
+    options = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 5, "n": n, "logprobs": 3}
+    plain = client.completions.create(**options).choices
+    echoed = client.completions.create(**options, echo=True).choices
+    # A second time, when the prompts' KV is there.
+    assert client.completions.create(**options, echo=True).choices == echoed
+    for index, (choice, answer) in enumerate(zip(echoed, plain, strict=True)):
+        prompt = prompts[index // n]
+        ids = llm.tokenizer.encode(prompt)
+        assert choice.text == prompt + answer.text
+        logprobs = choice.logprobs
+        assert logprobs.tokens == [llm.tokenizer.decode([i]) for i in ids] + answer.logprobs.tokens
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[len(ids) :] == answer.logprobs.token_logprobs
+        assert logprobs.text_offset == [*range(len(ids)), *(len(ids) + i for i in answer.logprobs.text_offset)]
+        for place in range(1, len(ids)):
+            forced = SamplingParams(temperature=0, max_tokens=1, logprobs=3, logit_bias={ids[place]: 100})
+            (table,) = llm.generate([ids[:place]], forced)[0].outputs[0].logprobs
+            assert logprobs.token_logprobs[place] == table[ids[place]].logprob
+            # Parts of characters are spelled alike; the most probable one is listed.
+            by_rank = sorted(table.values(), key=lambda entry: entry.rank, reverse=True)
+            expected = {entry.decoded_token: entry.logprob for entry in by_rank}
+            assert logprobs.top_logprobs[place] == expected
+    streamed = {}
+    for chunk in client.completions.create(**options, echo=True, stream=True):
+        for piece in chunk.choices:
+            whole = streamed.setdefault(piece.index, ["", [], [], [], []])
+            whole[0] += piece.text
+            for place, name in enumerate(("tokens", "token_logprobs", "top_logprobs", "text_offset"), start=1):
+                whole[place] += getattr(piece.logprobs, name)
+    for choice in echoed:
+        found = choice.logprobs
+        lists = [found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset]
+        assert streamed[choice.index] == [choice.text, *lists]
+
+
 def test_many_at_once_get_what_each_gets_alone(server, llm):
     expected = [output.outputs[0].text for output in llm.generate([[i, 7] for i in range(24)], _GREEDY)]
 

@@ -119,7 +119,7 @@ def test_the_end_of_a_server_that_still_loads(pair):
     go_on.set()
 
 
-def test_draining_has_an_end(pair, in_background):
+def test_draining_has_an_end(pair, in_background, capfd):
     with running(pair[0], drain_timeout_s=0.3) as server:
         slow = Slow(server)
         answer = in_background(server.post, "/v1/completions", LONG)
@@ -130,6 +130,22 @@ def test_draining_has_an_end(pair, in_background):
         assert time.monotonic() - started < 15
         check_error(answer(), 503, type="server_error", code="shutting_down")
         slow.release()
+    # That is no failure of the server's: the log shows no traceback.
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_deadline_of_the_request_ends_it_with_what_it_has(pair, in_background):
+    with running(pair[0]) as server:
+        slow = Slow(server)
+        answer = in_background(server.post, "/v1/completions", LONG | {"deadline_s": 0.2})
+        wait_until(lambda: server.llm.num_unfinished_seqs == 1)
+        time.sleep(0.3)
+        slow.release()
+        (choice,) = answer().json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("", "timeout")
+        whole = server.post("/v1/completions", BODY | {"deadline_s": 60}).json()["choices"]
+        assert whole == server.post("/v1/completions", BODY).json()["choices"]
+        wait_until(server.is_idle)
 
 
 def test_a_hanging_engine_does_not_look_well(pair, in_background):

@@ -32,6 +32,7 @@ _USED = {
     "ignore_eos",
     "skip_special_tokens",
     "speculation",
+    "deadline_s",
     "messages",
     "max_completion_tokens",
     "logprobs",
@@ -159,6 +160,7 @@ def test_unknown_fields_are_refused_as_openai_does():
         ({"stream": 1}, "stream"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"deadline_s": 0}, "deadline_s"),
     ],
 )
 def test_values_out_of_range(change, param):
@@ -223,7 +225,6 @@ def test_requests_need_no_other_threads(server):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages"),
         ("/v1/completions", {"best_of": 3}, "best_of"),
-        ("/v1/completions", {"echo": True, "logprobs": 1}, "echo"),
         ("/v1/completions", {"suffix": "x"}, "suffix"),
         ("/v1/completions", {"prompt": ""}, None),
         ("/v1/completions", {"prompt": [9999]}, None),
@@ -235,6 +236,16 @@ def test_requests_need_no_other_threads(server):
 def test_what_does_not_fit_the_model(server, path, body, param):
     base = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "x"}}.get(path, {})
     check_error(server.post(path, base | body), 400, param=param)
+
+
+def test_a_value_that_is_not_supported_is_refused_with_a_code(server):
+    message = check_error(
+        server.post("/v1/completions", {"prompt": "x", "best_of": 3}),
+        400,
+        param="best_of",
+        code="unsupported_parameter",
+    )
+    assert message == "best_of 3 with n 1 is not supported; leave it out, or use 1"
 
 
 def test_no_field_has_two_meanings():

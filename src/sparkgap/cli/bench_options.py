@@ -89,18 +89,21 @@ def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, Engine
 def speculating_config(engine: EngineOptions, num_seqs: int) -> EngineConfig:
     """The configuration of a model with its drafter, which decodes at least `num_seqs` sequences together.
 
+    It drafts for all of them, unless it says itself when to draft: what is looked at are drafts, also where they do not
+    pay.
+
     Raises:
         ConfigError: speculation is switched off.
     """
     if engine.no_speculation:
         raise ConfigError("--no-speculation leaves nothing to measure; leave it out")
     config = engine.config()
-    return replace(
-        config,
-        max_num_seqs=max(config.max_num_seqs, num_seqs),
-        # Asking for speculation makes a missing drafter an error.
-        speculative_config=config.speculative_config or SpeculativeConfig(),
-    )
+    most = max(config.max_num_seqs, num_seqs)
+    # Asking for speculation makes a missing drafter an error.
+    wanted = config.speculative_config or SpeculativeConfig()
+    if wanted.limits_batches:
+        wanted = replace(wanted, disable_by_batch_size=most)
+    return replace(config, max_num_seqs=most, speculative_config=wanted)
 
 
 def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":

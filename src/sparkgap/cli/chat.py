@@ -12,7 +12,7 @@ import typer
 from sparkgap.cli import loading
 from sparkgap.cli.console import print_error, print_note, use_utf8_output, write_text
 from sparkgap.cli.conversation import Conversation
-from sparkgap.cli.options import EngineOptions, SamplingOptions
+from sparkgap.cli.options import EngineOptions, ModelArgument, SamplingOptions, with_model_argument
 from sparkgap.cli.report import footer
 from sparkgap.cli.streaming import Answer, show_stream
 from sparkgap.config import SamplingParams
@@ -30,8 +30,10 @@ Ctrl-C stops an answer. A message of several lines starts and ends with \"\"\"."
 
 
 def chat(
+    context: typer.Context,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    model_argument: ModelArgument = None,
     system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the speed of each answer.")] = False,
 ) -> None:
@@ -40,7 +42,7 @@ def chat(
     Decoding is greedy unless --temperature says otherwise.
     """
     use_utf8_output()
-    config = engine.config()
+    config = with_model_argument(context, engine, model_argument).config()
     params = sampling.params()
     llm = loading.load_llm(config)
     if llm.tokenizer.chat_template is None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -175,6 +175,28 @@ class EngineOptions:
         return None
 
 
+ModelArgument: TypeAlias = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+]
+"""A model that is named without `--model`, as vLLM's and Ollama's users do."""
+
+
+def with_model_argument(context: typer.Context, engine: EngineOptions, model: str | None) -> EngineOptions:
+    """`engine` with the model that was named without `--model`, if one was.
+
+    It wins over the environment and the file, as every option of the command line does.
+
+    Raises:
+        ConfigError: `--model` names another one.
+    """
+    if model is None or model == engine.model:
+        return engine
+    source = context.get_parameter_source("model")
+    if source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(f"two models are named, {model} and --model {engine.model}; leave one out")
+    return replace(engine, model=model)
+
+
 MaxTokens: TypeAlias = Annotated[int, _sampling("--max-tokens", help="Most tokens of an answer.")]
 """For groups of options with another default."""
 
@@ -212,6 +234,10 @@ class SamplingOptions:
         _sampling("--stop-token-ids", metavar="ID", help="End at this token. May be repeated."),
     ] = None
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the model's end token.")] = False
+    deadline: Annotated[
+        float | None,
+        _sampling("--deadline", metavar="SECONDS", help="End an answer then, with what it has."),
+    ] = None
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
         """Sampling parameters, for commands that offer them with `n` and `logprobs`. Raises ConfigError."""
@@ -231,6 +257,7 @@ class SamplingOptions:
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=parse_logit_bias(self.logit_bias),
+            deadline_s=self.deadline,
         )
 
 

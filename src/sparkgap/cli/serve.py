@@ -9,7 +9,7 @@ import typer
 from sparkgap.cli import loading
 from sparkgap.cli.console import use_utf8_output, write_text
 from sparkgap.cli.interrupts import ending_at_once
-from sparkgap.cli.options import EngineOptions
+from sparkgap.cli.options import EngineOptions, ModelArgument, with_model_argument
 from sparkgap.cli.serve_options import ServeOptions, configuration_text, read_config
 from sparkgap.errors import ConfigError
 from sparkgap.server.listener import bind
@@ -21,6 +21,7 @@ def serve(
     context: typer.Context,
     server: ServeOptions,
     engine: EngineOptions,
+    model_argument: ModelArgument = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -39,6 +40,7 @@ def serve(
     """
     use_utf8_output()
     settings = server.settings()
+    engine = with_model_argument(context, engine, model_argument)
     engine_config = server.engine_config(engine)
     if dry_run:
         write_text(configuration_text(context))

@@ -21,7 +21,10 @@ ENVIRONMENT_PREFIX = "SPARKGAP"
 SECRETS = ("api_key",)
 """Options whose values are never shown."""
 
-_UNSAVED = ("config", "dry_run", "help")
+MODEL_ARGUMENT = "model_argument"
+"""Parameter of the command that names the model without `--model`."""
+
+_UNSAVED = ("config", "dry_run", "help", MODEL_ARGUMENT)
 
 
 def _server(*names: str, help: str, **settings: Any) -> Any:
@@ -185,6 +188,8 @@ def configuration_text(context: typer.Context) -> str:
             continue
         flag, value = name.replace("_", "-"), context.params[name]
         source = _source(context, name)
+        if name == "model" and context.params[MODEL_ARGUMENT] is not None:
+            value, source = context.params[MODEL_ARGUMENT], "from the command line"
         if value is None or value == []:
             lines.append((f"# {flag} is not set", source))
         elif name in SECRETS:

@@ -38,6 +38,8 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         logprobs: number of most probable alternatives reported at each position; None reports none, 0 only
             the chosen token. They are log-softmax of the model's logits before any processing.
+        prompt_logprobs: the same for the prompt's own tokens. The whole prompt is computed then, as with
+            `skip_reading_prefix_cache`.
         presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, in [-2, 2].
         repetition_penalty: divides (multiplies, when negative) logits of tokens in prompt and output; within
             `REPETITION_PENALTIES`.
@@ -65,6 +67,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -101,10 +104,12 @@ class SamplingParams:
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
         )
-        check(
-            self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(
+                value is None or (is_integer(value) and 0 <= value <= MAX_LOGPROBS),
+                f"{name} must be an integer from 0 to {MAX_LOGPROBS}, got {value!r}",
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             check(is_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")

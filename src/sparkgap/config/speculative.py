@@ -29,6 +29,10 @@ class SpeculativeConfig:
             keeps the output the one without speculation; `probabilistic` samples them.
         adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
             down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
+        disable_by_batch_size: most sequences that are decoded together with drafts; rounds of more are plain, because
+            drafting and verifying many rows takes longer than it saves. None draws the line where it was measured on
+            CPUs (2 sequences with 5 draft tokens), and none elsewhere. Changes no token; not with
+            `draft_sample_method` `probabilistic`, nor with `adaptive_length`, which finds out by itself.
         prompt_lookup_max: most last tokens that are looked up in the sequence's own past; what followed them there is
             drafted instead of what a drafter proposes. 0 looks nothing up; None is 4, or 0 with `draft_sample_method`
             `probabilistic`, which cannot verify what was not sampled.
@@ -43,6 +47,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     draft_sample_method: str = "greedy"
     adaptive_length: bool = False
+    disable_by_batch_size: int | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = 2
 
@@ -50,6 +55,12 @@ class SpeculativeConfig:
     def needs_drafter(self) -> bool:
         """Whether a drafter proposes tokens."""
         return self.method != "ngram"
+
+    @property
+    def limits_batches(self) -> bool:
+        """Whether the number of sequences may decide if a round drafts, and the line is not drawn here."""
+        by_itself = self.adaptive_length or self.draft_sample_method != "greedy"
+        return self.needs_drafter and not by_itself and self.disable_by_batch_size is None
 
     @property
     def lookup_tokens(self) -> int:
@@ -94,7 +105,24 @@ class SpeculativeConfig:
             "adaptive_length needs draft_sample_method greedy: with probabilistic, a seeded request's tokens would "
             "depend on the lengths",
         )
+        self._check_batch_size()
         self._check_lookup()
+
+    def _check_batch_size(self) -> None:
+        most = self.disable_by_batch_size
+        check(
+            most is None or (is_integer(most) and most >= 1),
+            f"disable_by_batch_size must be an integer of at least 1, got {most!r}",
+        )
+        check(
+            most is None or self.draft_sample_method == "greedy",
+            "disable_by_batch_size needs draft_sample_method greedy: with probabilistic, a seeded request's tokens "
+            "would depend on how many requests run",
+        )
+        check(
+            most is None or not self.adaptive_length,
+            "disable_by_batch_size and adaptive_length both say when to draft; use one of them",
+        )
 
     def _check_lookup(self) -> None:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
@@ -118,6 +146,10 @@ class SpeculativeConfig:
         )
         check(longest != 0, "speculative method ngram looks tokens up: prompt_lookup_max must be at least 1")
         check(not self.adaptive_length, "adaptive_length needs a drafter; method ngram drafts only what it finds")
+        check(
+            self.disable_by_batch_size is None,
+            "disable_by_batch_size needs a drafter; method ngram drafts only what it finds",
+        )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":

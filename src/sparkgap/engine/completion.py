@@ -119,13 +119,26 @@ class Completion:
             self.finish_reason = "stop"
             self.stop_reason = match.stop
 
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Tables of the prompt's tokens, the first of which has none; None where they are not wanted or not complete.
+
+        A sequence that failed, or was ended, in its prompt has none.
+        """
+        tokens, found = self.sequence.prompt_token_ids, self.sequence.prompt_logprobs
+        if found is None or len(found) < len(tokens) - 1:
+            return None
+        return [None, *(self._table(token, row) for token, row in zip(tokens[1:], found, strict=True))]
+
     def _add_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> None:
         self._cumulative_logprob += logprobs.chosen
+        self._logprobs.append(self._table(token_id, logprobs))
+
+    def _table(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         table = {token_id: Logprob(logprobs.chosen, logprobs.rank, self._text_of(token_id))}
         for rank, (other, logprob) in enumerate(logprobs.top, start=1):
             if other != token_id:
                 table[other] = Logprob(logprob, rank, self._text_of(other))
-        self._logprobs.append(table)
+        return table
 
     def _text_of(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

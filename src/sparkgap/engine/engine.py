@@ -213,29 +213,35 @@ class Engine:
             self._counters.num_preemptions += 1
         for sequence, num_cached_tokens in schedule.admitted:
             self._start(self._owners[sequence.sequence_id][0], num_cached_tokens)
-        self._decode(schedule.decodes)
-        self._prefill(schedule)
-
-    def _decode(self, sequences: list[Sequence]) -> None:
-        """One round of each sequence: carried by the host, or through the pipeline, whose results come a round late."""
         started_s = time.perf_counter()
+        has_decoded = self._decode(schedule.decodes)
+        num_prompt_tokens = self._prefill(schedule)
+        if has_decoded and schedule.decodes:
+            self._pacer.add_step(len(schedule.decodes), num_prompt_tokens, time.perf_counter() - started_s)
+
+    def _decode(self, sequences: list[Sequence]) -> bool:
+        """One round of each sequence: carried by the host, or through the pipeline, whose results come a round late.
+
+        Returns:
+            Whether a round has given its results.
+        """
         direct = self._submit(sequences)
         if direct:
             self._compute(direct, lambda: self.runner.decode(direct))
-        if self._consume() or direct:
-            self._counters.num_decode_rounds += 1
-            self._pacer.add_decode(time.perf_counter() - started_s)
+        has_decoded = self._consume() or bool(direct)
+        self._counters.num_decode_rounds += has_decoded
+        return has_decoded
 
-    def _prefill(self, schedule: Schedule) -> None:
+    def _prefill(self, schedule: Schedule) -> int:
+        """One pass over prompt chunks, if there are any; how many tokens they have."""
         # A failed round may have ended requests that have another completion among the prompts.
         chunks = [chunk for chunk in schedule.chunks if chunk.sequence.sequence_id in self._owners]
         if not chunks:
-            return
+            return 0
         num_tokens = sum(chunk.end - chunk.sequence.num_computed_tokens for chunk in chunks)
-        duration_s = self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
+        self._compute([chunk.sequence for chunk in chunks], lambda: self.runner.prefill(chunks))
         self._counters.num_prefill_passes += 1
-        if schedule.decodes:
-            self._pacer.add_prefill(num_tokens, duration_s)
+        return num_tokens
 
     def _start(self, request: Request, num_cached_tokens: int) -> None:
         if not request.is_started:
@@ -329,6 +335,9 @@ class Engine:
         self, index: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, max_tokens: int
     ) -> Completion:
         sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids, max_output_tokens=max_tokens)
+        # One completion's are those of all.
+        if params.prompt_logprobs is not None and index == 0:
+            sequence.prompt_logprobs = []
         self._num_sequences += 1
         return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
@@ -343,11 +352,10 @@ class Engine:
                 f"{self._num_queued} requests wait, and max_queued_requests is {limit}; try again later"
             )
 
-    def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> float:
-        """Run a pass over `sequences`, if any, and hand out what it gave; how long the pass took, in seconds."""
+    def _compute(self, sequences: list[Sequence], run: Callable[[], Seq[RoundOutput | None]]) -> None:
+        """Run a pass over `sequences`, if any, and hand out what it gave."""
         if not sequences:
-            return 0.0
-        started_s = time.perf_counter()
+            return
         outputs = self._guarded(run, len(sequences))
         ended_s = time.perf_counter()
         for sequence, output in zip(sequences, outputs, strict=True):
@@ -367,7 +375,6 @@ class Engine:
                 continue
             self._counters.last_progress_s = ended_s
             self._append(request, completion, output)
-        return ended_s - started_s
 
     def _append(self, request: Request, completion: Completion, output: RoundOutput) -> None:
         sequence, counters = completion.sequence, self._counters

@@ -16,7 +16,7 @@ from sparkgap.device.host import available_memory_bytes, usable_cores
 from sparkgap.engine.engine import Engine, ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
-from sparkgap.engine.speculation import ChosenDrafter, find_drafter, find_shipped_drafter
+from sparkgap.engine.speculation import ChosenDrafter, drafting_sequences, find_drafter, find_shipped_drafter
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -139,7 +139,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
     draw = DeviceDraw(kernels) if isinstance(kernels, NativeKernels) else None
     sampler = Sampler(checkpoint.name, eos_token_ids, draw)
-    speculation = None if chosen is None else _speculation(chosen, draft_caches, max_model_len)
+    speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if use_graphs and isinstance(kernels, NativeKernels):
         passes = _capture(config, kernels, passes, speculation, max_model_len)
@@ -292,7 +292,7 @@ def _prompt_lookup(wanted: SpeculativeConfig | None) -> PromptLookup | None:
     return None if wanted is None or wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
 
 
-def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int) -> Speculation:
+def _speculation(chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], max_model_len: int) -> Speculation:
     return Speculation(
         drafter=chosen.drafter,
         caches=caches,
@@ -301,6 +301,7 @@ def _speculation(chosen: ChosenDrafter, caches: Seq[KVCache], max_model_len: int
         max_model_len=max_model_len,
         lookup=_prompt_lookup(chosen.config),
         length_policy=DraftLengthPolicy(chosen.num_speculative_tokens) if chosen.config.adaptive_length else None,
+        max_sequences=drafting_sequences(chosen, target),
     )
 
 
@@ -366,6 +367,7 @@ def _chain(
         max_model_len=max_model_len,
         counters=passes.counters,
         lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
+        max_drafting=runner.speculation.max_sequences if isinstance(runner, SpeculativeRunner) else None,
     )
     passes.counters.memory_bytes += pipeline.nbytes
     passes.end_startup()

@@ -100,6 +100,8 @@ class RequestOutput:
         metrics: of a finished request.
         num_cached_tokens: prompt tokens that were not computed, because their KV was there.
         error: why the request failed; its completions are then what it had so far.
+        prompt_logprobs: at each token of the prompt a table of it and the most probable ones, None at the first, which
+            follows nothing. None when not asked for, and when streaming in all outputs but the first.
     """
 
     request_id: str
@@ -110,3 +112,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: EngineError | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,10 +1,10 @@
 """How many prompt tokens a step computes, so that running requests keep their pace while a prompt is read."""
 
-from collections import deque
+from collections import Counter, deque
 from statistics import median
 
-_FIRST_TOKENS = 32
-"""Prompt tokens of the first step beside decodes, before anything was measured."""
+_FIRST_TOKENS = 16
+"""Prompt tokens of the first step beside decodes, before such a step was measured."""
 
 _FEWEST_TOKENS = 4
 """A pass over fewer prompt tokens is hardly shorter: it reads all weights too."""
@@ -12,16 +12,23 @@ _FEWEST_TOKENS = 4
 _GROWTH = 1.5
 """Most that the number of tokens changes by from one step to the next: one slow pass must not mean much."""
 
-_RECENT_ROUNDS = 9
-"""Decode rounds whose median is the pace."""
+_RECENT_STEPS = 9
+"""Steps without prompt tokens whose median is the pace."""
+
+_STEPS_ALONE = 2
+"""Most steps that leave prompts out so that the pace of so many sequences becomes known."""
 
 
 class PrefillPacer:
     """Chooses the number of prompt tokens of a step.
 
-    A step that also decodes computes as many prompt tokens as let it take `stretch` times as long as its decode round
-    alone. That is how much later a running request's tokens come while prompts are read, whatever the model, the
-    machine, the number of requests and the length of the prompts. The number decides when tokens come, never which.
+    A step that also decodes computes as many prompt tokens as let it take `stretch` times as long as a step that only
+    decodes as many sequences. That is how much later a running request's tokens come while prompts are read, whatever
+    the model, the machine, the number of requests and the length of the prompts. The number decides when tokens come,
+    never which.
+
+    Whole steps are compared, because a round in flight and a prompt's pass share the processor: neither has a duration
+    of its own.
 
     Attributes:
         max_tokens: most prompt tokens of any step.
@@ -34,24 +41,34 @@ class PrefillPacer:
         self.stretch = stretch
         self.fixed_tokens = fixed_tokens
         self._beside_decodes = min(_FIRST_TOKENS, max_tokens)
-        self._decodes_s: deque[float] = deque(maxlen=_RECENT_ROUNDS)
+        self._alone_s: dict[int, deque[float]] = {}
+        self._steps_alone: Counter[int] = Counter()
 
-    def num_tokens(self, *, beside_decodes: bool) -> int:
-        """Most prompt tokens of the next step."""
-        if not beside_decodes:
+    def num_tokens(self, num_decodes: int) -> int:
+        """Most prompt tokens of a step that decodes so many sequences.
+
+        0 where it is not known yet how long they take alone.
+        """
+        if not num_decodes:
             return self.max_tokens
-        return min(self.max_tokens, self.fixed_tokens or self._beside_decodes)
+        if self.fixed_tokens is not None:
+            return min(self.max_tokens, self.fixed_tokens)
+        if num_decodes not in self._alone_s and self._steps_alone[num_decodes] < _STEPS_ALONE:
+            self._steps_alone[num_decodes] += 1
+            return 0
+        return self._beside_decodes
 
-    def add_decode(self, duration_s: float) -> None:
-        """A decode round took so long."""
-        self._decodes_s.append(duration_s)
-
-    def add_prefill(self, num_tokens: int, duration_s: float) -> None:
-        """A prompt pass took so long beside a decode round."""
-        # A pass that had less to do than it was allowed tells nothing of a full one.
-        if not self._decodes_s or num_tokens < self._beside_decodes:
+    def add_step(self, num_decodes: int, num_tokens: int, duration_s: float) -> None:
+        """A step that decoded so many sequences and computed so many prompt tokens took so long."""
+        if not num_tokens:
+            self._alone_s.setdefault(num_decodes, deque(maxlen=_RECENT_STEPS)).append(duration_s)
             return
-        wanted_s = (self.stretch - 1) * median(self._decodes_s)
-        change = min(max(wanted_s / max(duration_s, 1e-9), 1 / _GROWTH), _GROWTH)
+        alone_s = self._alone_s.get(num_decodes)
+        # A pass that had less to do than it was allowed tells nothing of a full one.
+        if alone_s is None or num_tokens < self._beside_decodes:
+            return
+        pace_s = median(alone_s)
+        wanted_s, taken_s = (self.stretch - 1) * pace_s, max(duration_s - pace_s, 1e-9)
+        change = min(max(wanted_s / taken_s, 1 / _GROWTH), _GROWTH)
         floor = min(_FEWEST_TOKENS, self.max_tokens)
         self._beside_decodes = min(max(round(num_tokens * change), floor), self.max_tokens)

@@ -99,6 +99,9 @@ class PrefixCache:
         self._chains = {number: chain for number, chain in self._chains.items() if number in kept}
 
     def _reads(self, sequence: Sequence) -> bool:
+        # What was not computed has no logits.
+        if sequence.prompt_logprobs is not None:
+            return False
         return self.enabled and not sequence.params.skip_reading_prefix_cache
 
     def _most_reused(self, sequence: Sequence) -> int:

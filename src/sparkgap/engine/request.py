@@ -52,6 +52,7 @@ class Request:
         self._arrived_s = self._last_token_s = time.perf_counter()
         self._started_s: float | None = None
         self._first_token_s: float | None = None
+        self._has_given_output = False
 
     @property
     def is_started(self) -> bool:
@@ -98,6 +99,7 @@ class Request:
             outputs = [new for completion in self.completions if (new := completion.take_new()) is not None]
         if not outputs:
             return None
+        is_first, self._has_given_output = not self._has_given_output, True
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -107,6 +109,7 @@ class Request:
             metrics=self.metrics() if self.finished else None,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
+            prompt_logprobs=self.completions[0].prompt_logprobs() if is_first else None,
         )
 
     def metrics(self) -> RequestMetrics:

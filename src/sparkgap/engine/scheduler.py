@@ -192,7 +192,7 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _schedule_running_chunks(self, schedule: Schedule) -> int:
-        budget = self.pacer.num_tokens(beside_decodes=bool(schedule.decodes))
+        budget = self.pacer.num_tokens(len(schedule.decodes))
         for sequence in self._running:
             if budget and not _is_decoding(sequence):
                 budget -= _add_chunk(schedule, sequence, budget)

@@ -12,8 +12,11 @@ from sparkgap.models.interfaces import Target
 from sparkgap.ops.kernels import KVCache
 from sparkgap.rounds.batching import RowSpan, forward_batch
 from sparkgap.rounds.logits import SamplingRow
-from sparkgap.rounds.sampling import Sampler
-from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, Sequence
+from sparkgap.rounds.sampling import Sampler, token_logprobs
+from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, Sequence, TokenLogprobs
+
+_ROWS_OF_LOGITS = 64
+"""Rows whose logits are computed at once for a prompt's log-probabilities: a vocabulary of float32 each."""
 
 
 class PlainRunner:
@@ -39,6 +42,7 @@ class PlainRunner:
         spans = [_span(chunk.sequence, chunk.end) for chunk in chunks]
         batch = forward_batch(spans, self._block_size, self.target.device)
         output = self.passes.prefill(batch)
+        self._note_prompt_logprobs(output.hidden, spans)
         wanted = [chunk.end == chunk.sequence.num_tokens for chunk in chunks]
         sampled = iter(self._sample_last_rows(output.hidden, spans, wanted) if any(wanted) else [])
         outputs = [next(sampled) if is_wanted else None for is_wanted in wanted]
@@ -70,6 +74,29 @@ class PlainRunner:
         self, output: TargetOutput, batch: ForwardBatch, spans: Seq[RowSpan], outputs: Seq[RoundOutput | None]
     ) -> None:
         """What is to be done after a pass over `spans`, all of whose rows are committed, and what it gave them."""
+
+    def _note_prompt_logprobs(self, hidden: Tensor, spans: Seq[RowSpan]) -> None:
+        """Give sequences that want them the log-probabilities of the prompt tokens that follow each row."""
+        first_row = 0
+        for span in spans:
+            sequence, start = span.sequence, span.start
+            if sequence.prompt_logprobs is not None:
+                tokens = sequence.prompt_token_ids[start + 1 : span.end + 1]
+                rows = hidden[first_row : first_row + len(tokens)]
+                # A sequence that is recomputed writes over what it had.
+                del sequence.prompt_logprobs[start:]
+                sequence.prompt_logprobs += self._logprobs_of(rows, tokens, sequence.params.prompt_logprobs)
+            first_row += len(span.token_ids)
+
+    def _logprobs_of(self, hidden: Tensor, tokens: Seq[int], number: int | None) -> list[TokenLogprobs]:
+        """Log-probabilities of a token after each row, with `number` alternatives."""
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(tokens), _ROWS_OF_LOGITS):
+            part = tokens[start : start + _ROWS_OF_LOGITS]
+            logits = self.target.logits(hidden[start : start + len(part)])
+            picks = torch.tensor(part, device=logits.device)
+            found += [row for row in token_logprobs(logits, picks, [number] * len(part)) if row is not None]
+        return found
 
     def _sample_last_rows(self, hidden: Tensor, spans: Seq[RowSpan], wanted: Seq[bool]) -> list[RoundOutput]:
         rows, last_rows, end = [], [], 0

@@ -21,6 +21,8 @@ class Sequence:
         num_computed_tokens: positions whose target KV is valid (P in the design).
         block_table: KV blocks of positions `i * block_size ...`.
         max_output_tokens: the sequence ends with so many at the latest; None where that is not known.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed; None where they are not
+            wanted.
     """
 
     sequence_id: int
@@ -31,6 +33,7 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     max_output_tokens: int | None = None
+    prompt_logprobs: "list[TokenLogprobs] | None" = None
 
     @property
     def num_tokens(self) -> int:

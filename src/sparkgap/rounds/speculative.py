@@ -44,6 +44,9 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 CONTEXT_TOO_LONG = "context longer than the drafter's capacity"
 """Reason for a plain round: the drafter cannot see so many positions."""
 
+TOO_MANY_TO_DRAFT = "more sequences than drafting pays for"
+"""Reason for a plain round: it has more than `disable_by_batch_size` sequences."""
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -61,6 +64,8 @@ class Speculation:
             up. Not with `probabilistic`.
         length_policy: chooses how many of the draft tokens a round verifies; None verifies all. Only for drafts that
             are not sampled: with those, the tokens of a seeded request would depend on the choice.
+        max_sequences: most sequences of a round that drafts; None lets all draft. Only for drafts that are not
+            sampled, for the same reason.
     """
 
     drafter: DraftNetwork[Any]
@@ -70,6 +75,7 @@ class Speculation:
     max_model_len: int
     lookup: PromptLookup | None = None
     length_policy: DraftLengthPolicy | None = None
+    max_sequences: int | None = None
 
     @property
     def draft_model(self) -> DraftModel:
@@ -96,6 +102,9 @@ class SpeculativeRunner(PlainRunner):
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
         """One round of each sequence: its accepted draft tokens and the target's own."""
         reasons = [self._reason_against(sequence) for sequence in sequences]
+        most = self.speculation.max_sequences
+        if most is not None and len(sequences) > most:
+            reasons = [reason or TOO_MANY_TO_DRAFT for reason in reasons]
         policy, length = self.speculation.length_policy, self.speculation.num_speculative_tokens
         found = self._look_up([s for s, reason in zip(sequences, reasons, strict=True) if reason is None])
         looked_up = {draft.sequence.sequence_id for draft in found}

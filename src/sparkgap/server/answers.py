@@ -15,7 +15,7 @@ class ErrorDetail(_Answer):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str
 
 
 class ErrorAnswer(_Answer):
@@ -39,7 +39,8 @@ class UsageAnswer(_Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "timeout"]
+"""`timeout` where the request's `deadline_s` passed."""
 
 
 class TopLogprob(_Answer):
@@ -97,8 +98,8 @@ class TextLogprobs(_Answer):
     """Log-probabilities of a plain choice."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from sparkgap import __version__
-from sparkgap.errors import EngineError, SparkgapError
-from sparkgap.server.errors import ApiError, from_sparkgap, from_validation, internal_error
+from sparkgap.errors import SparkgapError
+from sparkgap.server.errors import ApiError, from_sparkgap, from_validation, internal_error, is_failure
 from sparkgap.server.gate import Gate, allowed_origins
 from sparkgap.server.logs import write_failure
 from sparkgap.server.metrics import ServerMetrics
@@ -54,7 +54,7 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 
 
 async def _on_sparkgap_error(request: Request, error: Any) -> Response:
-    if isinstance(error, EngineError):
+    if is_failure(error):
         write_failure("a request failed", error, request_id=request.scope["sparkgap.log"].request_id)
     told = from_sparkgap(error, _FIELDS)
     _note(request, told)
@@ -74,7 +74,8 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         405: f"{request.url.path} does not take {request.method}",
         400: "the request body is not valid JSON",
     }.get(error.status_code, str(error.detail))
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    codes = {404: "not_found", 405: "method_not_allowed", 400: "invalid_json"}
+    code = codes.get(error.status_code, "invalid_request")
     told = ApiError(error.status_code, text, code=code, headers=error.headers)
     _note(request, told)
     return told.response()

@@ -19,9 +19,9 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status.
         message: one line for people.
+        code: a word for programs.
         type: OpenAI's kind of error.
         param: the request's field that is at fault, None when it is none.
-        code: a word for programs.
         headers: further headers of the response.
     """
 
@@ -30,9 +30,9 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
+        code: str,
         type: str = "invalid_request_error",
         param: str | None = None,
-        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -68,6 +68,11 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(encode_json(value), status, dict(headers or {}), "application/json")
 
 
+def is_failure(error: SparkgapError) -> bool:
+    """Whether computing went wrong, which is for the log; a refusal, also by a server that ends, is not."""
+    return isinstance(error, EngineError) and not isinstance(error, EngineClosedError)
+
+
 def from_sparkgap(error: SparkgapError, fields: Sequence[str] = ()) -> ApiError:
     """What a client is told of an error of the engine's.
 
@@ -83,7 +88,7 @@ def from_sparkgap(error: SparkgapError, fields: Sequence[str] = ()) -> ApiError:
     if isinstance(error, EngineError):
         return ApiError(500, message, type="server_error", code="engine_error")
     first = message.split(" ", 1)[0]
-    return ApiError(400, message, param=first if first in fields else None)
+    return ApiError(400, message, param=first if first in fields else None, code="invalid_value")
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -96,7 +101,8 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     place = [part for part in problem["loc"] if part != "body"]
     kind = problem["type"]
     if kind == "json_invalid":
-        return ApiError(400, f"the request body is not valid JSON: {problem.get('ctx', {}).get('error', '')}")
+        why = problem.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the request body is not valid JSON: {why}", code="invalid_json")
     param = _path(place)
     if kind == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")

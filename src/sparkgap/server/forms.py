@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkgap.catalog.tokenizer import Tokenizer
-from sparkgap.engine.outputs import CompletionOutput
-from sparkgap.server.logprobs import chat_logprobs, text_logprobs
+from sparkgap.engine.outputs import CompletionOutput, RequestOutput
+from sparkgap.server.logprobs import TextLogprobs, chat_logprobs
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ class Form(ABC):
     chunk_kind: str
 
     @abstractmethod
+    def note_prompt(self, number: int, output: RequestOutput) -> None:
+        """Take what an output says of the prompt with this number, before any of its choices is written."""
+
+    @abstractmethod
     def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """A choice that is complete."""
 
@@ -89,6 +93,9 @@ class ChatForm(Form):
     top_logprobs: int | None
     kind: str = "chat.completion"
     chunk_kind: str = "chat.completion.chunk"
+
+    def note_prompt(self, number: int, output: RequestOutput) -> None:
+        """See `Form.note_prompt`; chats do not repeat their prompts."""
 
     def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """See `Form.choice`."""
@@ -122,26 +129,40 @@ class TextForm(Form):
     """`/v1/completions`.
 
     Attributes:
+        tokenizer: spells tokens.
         logprobs: alternatives at each token; None without log-probabilities.
         echoes: text that each prompt's choices begin with; empty without echo.
         n: choices of each prompt.
     """
 
+    tokenizer: Tokenizer
     logprobs: int | None
     echoes: Sequence[str]
     n: int
     kind: str = "text_completion"
     chunk_kind: str = "text_completion"
     _offsets: dict[int, int] = field(default_factory=dict)
+    _prompts: dict[int, RequestOutput] = field(default_factory=dict)
+
+    def note_prompt(self, number: int, output: RequestOutput) -> None:
+        """See `Form.note_prompt`."""
+        if output.prompt_logprobs is not None:
+            self._prompts[number] = output
 
     def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """See `Form.choice`."""
-        return self._choice(index, self._echo(index) + output.text, output)
+        found = self._prompt_logprobs(index)
+        return self._choice(index, self._echo(index) + output.text, output, found)
 
     def openings(self, index: int) -> list[dict[str, Any]]:
         """See `Form.openings`."""
-        echo = self._echo(index)
-        return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
+        echo, found = self._echo(index), self._prompt_logprobs(index)
+        if not echo and found is None:
+            return []
+        logprobs = None
+        if found is not None:
+            logprobs, self._offsets[index] = found.report(), found.offset
+        return [{"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}]
 
     def piece(self, index: int, output: CompletionOutput) -> dict[str, Any] | None:
         """See `Form.piece`."""
@@ -152,10 +173,24 @@ class TextForm(Form):
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _choice(self, index: int, text: str, output: CompletionOutput) -> dict[str, Any]:
+    def _prompt_logprobs(self, index: int) -> TextLogprobs | None:
+        """Of the prompt that a choice begins with, as far as they are wanted."""
+        output = self._prompts.get(index // self.n)
+        if output is None or self.logprobs is None:
+            return None
+        found = TextLogprobs(self.logprobs)
+        found.add_prompt(output.prompt_token_ids, output.prompt_logprobs or (), self.tokenizer)
+        return found
+
+    def _choice(
+        self, index: int, text: str, output: CompletionOutput, before: TextLogprobs | None = None
+    ) -> dict[str, Any]:
+        """A choice, or a piece of one; with the log-probabilities of what is `before` it in this object."""
         logprobs = None
         if self.logprobs is not None:
-            logprobs, self._offsets[index] = text_logprobs(output, self.logprobs, self._offsets.get(index, 0))
+            found = before or TextLogprobs(self.logprobs, self._offsets.get(index, 0))
+            found.add_output(output)
+            logprobs, self._offsets[index] = found.report(), found.offset
         return {
             "index": index,
             "text": text,

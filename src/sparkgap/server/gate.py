@@ -110,7 +110,7 @@ class Gate:
                     message = await exchange.receive()
                     if message["type"] == "http.disconnect":
                         exchange.status = CLIENT_CLOSED_REQUEST
-                        raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
+                        raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away", code="client_closed_request")
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise too_large

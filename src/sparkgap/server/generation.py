@@ -16,7 +16,7 @@ from sparkgap.config import SamplingParams
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
 from sparkgap.errors import SparkgapError
-from sparkgap.server.errors import ApiError, encode_json, from_sparkgap, json_response
+from sparkgap.server.errors import ApiError, encode_json, from_sparkgap, is_failure, json_response
 from sparkgap.server.forms import Form, Head, Usage
 from sparkgap.server.logs import RequestLog, write_failure
 from sparkgap.server.metrics import ServerMetrics
@@ -139,6 +139,7 @@ class Answering:
     ) -> Response:
         choices: dict[int, dict[str, Any]] = {}
         async for output in outputs:
+            self._form.note_prompt(numbers[output.request_id], output)
             for completion in output.outputs:
                 index = numbers[output.request_id] * params.n + completion.index
                 choices[index] = self._form.choice(index, completion)
@@ -161,6 +162,7 @@ class Answering:
 
         def events(output: RequestOutput) -> bytes:
             choices: list[dict[str, Any]] = []
+            form.note_prompt(numbers[output.request_id], output)
             for completion in output.outputs:
                 index = numbers[output.request_id] * n + completion.index
                 if index not in opened:
@@ -180,12 +182,14 @@ class Answering:
             if wants_usage:
                 yield _event({**head.object(form.chunk_kind, []), "usage": self._usage.report()})
         except ApiError as error:
-            self._log.fields["error"] = error.code
+            self._log.refused(error)
             yield _event(error.body())
         except SparkgapError as error:
-            write_failure("a request failed", error, request_id=self._log.request_id)
-            self._log.fields["error"] = str(error)
-            yield _event(from_sparkgap(error).body())
+            if is_failure(error):
+                write_failure("a request failed", error, request_id=self._log.request_id)
+            told = from_sparkgap(error)
+            self._log.refused(told)
+            yield _event(told.body())
         finally:
             await outputs.aclose()
         yield b"data: [DONE]\n\n"

@@ -60,24 +60,62 @@ def chat_logprobs(output: CompletionOutput, number: int, tokenizer: Tokenizer) -
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(output: CompletionOutput, number: int, offset: int) -> tuple[dict[str, Any], int]:
-    """The `logprobs` of a plain choice, and where the text of the next token begins.
+class TextLogprobs:
+    """The `logprobs` of a plain choice, or of a piece of one: four lists with an entry for each token.
 
     Args:
-        output: with log-probabilities.
         number: alternatives to list at each token, beside the chosen one.
         offset: characters of the texts of the tokens before.
+
+    Attributes:
+        offset: where the text of the next token begins.
     """
-    tokens, values, tops, offsets = [], [], [], []
-    for token_id, table in zip(output.token_ids, output.logprobs or (), strict=True):
+
+    def __init__(self, number: int, offset: int = 0) -> None:
+        self.offset = offset
+        self._number = number
+        self._tokens: list[str] = []
+        self._values: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add_prompt(
+        self, token_ids: Sequence[int], tables: Sequence[Mapping[int, Logprob] | None], tokenizer: Tokenizer
+    ) -> None:
+        """Tokens of a prompt, the first of which follows nothing and so has no probability."""
+        for token_id, table in zip(token_ids, tables, strict=True):
+            if table is not None:
+                self._add(token_id, table)
+            else:
+                self._add_text(tokenizer.decode([token_id], skip_special_tokens=False))
+                self._values.append(None)
+                self._tops.append(None)
+
+    def add_output(self, output: CompletionOutput) -> None:
+        """Tokens of an answer, with their log-probabilities."""
+        for token_id, table in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._add(token_id, table)
+
+    def report(self) -> dict[str, Any]:
+        """The object."""
+        return {
+            "tokens": self._tokens,
+            "token_logprobs": self._values,
+            "top_logprobs": self._tops,
+            "text_offset": self._offsets,
+        }
+
+    def _add(self, token_id: int, table: Mapping[int, Logprob]) -> None:
         chosen = table[token_id]
-        tokens.append(chosen.decoded_token)
-        values.append(chosen.logprob)
-        shown = [*_most_probable(table, number), (token_id, chosen)]
-        tops.append({logprob.decoded_token: logprob.logprob for _, logprob in reversed(shown)})
-        offsets.append(offset)
-        offset += len(chosen.decoded_token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+        self._add_text(chosen.decoded_token)
+        self._values.append(chosen.logprob)
+        shown = [*_most_probable(table, self._number), (token_id, chosen)]
+        self._tops.append({logprob.decoded_token: logprob.logprob for _, logprob in reversed(shown)})
+
+    def _add_text(self, text: str) -> None:
+        self._tokens.append(text)
+        self._offsets.append(self.offset)
+        self.offset += len(text)
 
 
 def _most_probable(table: Mapping[int, Logprob], number: int) -> Sequence[tuple[int, Logprob]]:

@@ -31,7 +31,7 @@ class RequestLog:
 
     def refused(self, error: ApiError) -> None:
         """Say in the line what the client was told: the word for programs, nothing that the client wrote."""
-        self.fields["error"] = error.code or "invalid_request"
+        self.fields["error"] = error.code
 
     def write(self, *, method: str, path: str, status: int, client: str) -> None:
         """Write the line."""

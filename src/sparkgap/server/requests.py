@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's request bodies, vLLM's additions, and ours (`speculation`).
+"""What clients may send: OpenAI's request bodies, vLLM's additions, and ours (`speculation`, `deadline_s`).
 
 A field that is not here is refused, as OpenAI refuses it. Fields that OpenAI has and this server does not serve are
 here with the values that ask for nothing.
@@ -63,6 +63,7 @@ _SAMPLING = (
     "ignore_eos",
     "skip_special_tokens",
     "speculation",
+    "deadline_s",
 )
 
 
@@ -105,18 +106,21 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: bool | None = None
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         """Sampling parameters; a field that is null has vLLM's default. Raises ConfigError."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
 class TextPart(Body):

@@ -78,7 +78,7 @@ async def chat_completions(body: ChatBody, state: State, metrics: Metrics, log: 
     """Answer a conversation; a stream of server-sent events with `stream`."""
     state.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(max_tokens=max_tokens, logprobs=top_logprobs)
@@ -98,11 +98,11 @@ async def completions(body: CompletionBody, state: State, metrics: Metrics, log:
     state.check_model(body.model)
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        raise ApiError(400, f"best_of {body.best_of} with n {n} is not supported; leave it out", param="best_of")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported: prompts have no log-probabilities", param="echo")
+        message = f"best_of {body.best_of} with n {n} is not supported; leave it out, or use {n}"
+        raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.params(max_tokens=max_tokens, logprobs=body.logprobs)
+    prompt_logprobs = body.logprobs if body.echo else None
+    params = body.params(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
     given = _prompts(body.prompt)
     state.check_capacity(len(given) * n)
     if state.settings.log_prompts:
@@ -113,7 +113,7 @@ async def completions(body: CompletionBody, state: State, metrics: Metrics, log:
         check_length(state, prompts[-1], "prompt")
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else state.llm.tokenizer.decode(prompt))
-    form = TextForm(body.logprobs, echoes, n)
+    form = TextForm(state.llm.tokenizer, body.logprobs, echoes, n)
     answering = Answering(state, metrics, log, form, id_prefix="cmpl")
     return await answering.respond(prompts, params, stream=bool(body.stream), wants_usage=body.wants_usage)
 
@@ -136,7 +136,7 @@ async def tokenize(body: TokenizeBody, state: State, log: Log) -> Response:
     """Token ids of a text, or of a conversation's prompt."""
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
     if body.messages is not None:
         messages = _messages(body.messages)
         tokens = await _encode_chat(state, messages, body.add_generation_prompt, body.chat_template_kwargs)
@@ -156,7 +156,10 @@ async def detokenize(body: DetokenizeBody, state: State, log: Log) -> Response:
     for token in body.tokens:
         if token >= state.llm.vocab_size:
             raise ApiError(
-                400, f"tokens has id {token}, outside the vocabulary of {state.llm.vocab_size}", param="tokens"
+                400,
+                f"tokens has id {token}, outside the vocabulary of {state.llm.vocab_size}",
+                param="tokens",
+                code="invalid_value",
             )
     return json_response({"prompt": state.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
@@ -225,7 +228,7 @@ async def _encode_chat(
     try:
         return await state.llm.encode_chat(messages, **names)
     except PromptError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
@@ -241,7 +244,7 @@ async def _encode(state: ServerState, prompt: str | list[int], *, add_special_to
             return await state.llm.encode(prompt, add_special_tokens=add_special_tokens)
         return prompt
     except PromptError as error:
-        raise ApiError(400, str(error), param="prompt") from error
+        raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
 
 
 def _model(state: ServerState) -> dict[str, Any]:

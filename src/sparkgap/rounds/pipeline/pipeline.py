@@ -38,11 +38,13 @@ class RoundInFlight:
     Attributes:
         sequences: in the order of the round's rows.
         slot: index of the Slot that it runs in.
+        width: rows of each sequence; 1 in a round that does not draft.
         launch: what the stream knows of it.
     """
 
     sequences: tuple[Sequence, ...]
     slot: int
+    width: int
     launch: _native.Launch
 
 
@@ -61,6 +63,7 @@ class Pipeline:
         max_model_len: most positions of a sequence.
         counters: told of captures and replays.
         lookup_lengths: fewest and most last tokens whose earlier place in the text gives drafts; None looks nothing up.
+        max_drafting: most sequences of a round that drafts; None lets all draft.
 
     Attributes:
         buckets: numbers of sequences that there are programs for, smallest first.
@@ -80,6 +83,7 @@ class Pipeline:
         max_model_len: int,
         counters: GraphCounters,
         lookup_lengths: tuple[int, int] | None = None,
+        max_drafting: int | None = None,
     ) -> None:
         self.buckets = buckets_up_to(max_sequences)
         width = 1 if passes.drafting is None else passes.drafting.num_speculative_tokens + 1
@@ -91,7 +95,8 @@ class Pipeline:
         self._counters = counters
         self._drafts = passes.drafting is not None
         self._programs = tuple(
-            SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths) for slot in self.slots
+            SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths, max_drafting)
+            for slot in self.slots
         )
         with torch.inference_mode():
             for programs in self._programs:
@@ -133,19 +138,20 @@ class Pipeline:
         bucket = next((bucket for bucket in self.buckets if bucket >= len(sequences)), None)
         if bucket is None or not sequences:
             raise ValueError(f"a round has 1 to {self.buckets[-1]} sequences, not {len(sequences)}")
-        program = self._programs[self._next_slot].of(bucket)
+        programs = self._programs[self._next_slot]
+        program, width = programs.of(bucket), programs.width(bucket)
         before = self._rounds[-1].sequences if self._rounds else ()
         rows = {sequence.sequence_id: row for row, sequence in enumerate(before)}
         sources = [rows.get(sequence.sequence_id, -1) for sequence in sequences]
         text_rows = [self._text_row(sequence, source) for sequence, source in zip(sequences, sources, strict=True)]
         self.slots[self._next_slot].stage(sequences, sources, text_rows, bucket)
         launch = self.stream.launch(program)
-        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, launch))
+        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, width, launch))
         self._next_slot = (self._next_slot + 1) % NUM_SLOTS
         replays = self._counters.replays
         replays["target"] += 1
         if self._drafts:
-            replays["draft"] += 1
+            replays["draft"] += width > 1
             replays["context"] += 1
 
     def consume(self) -> list[SequenceResult]:
@@ -159,7 +165,7 @@ class Pipeline:
             raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
         if oldest.launch.error:
             raise RoundFailedError(oldest.launch.error)
-        results = self.slots[oldest.slot].read_results(len(oldest.sequences))
+        results = self.slots[oldest.slot].read_results(len(oldest.sequences), oldest.width)
         self._rounds.popleft()
         self._free_texts()
         return results

@@ -38,6 +38,7 @@ class SlotPrograms:
         kernels: that compute them.
         counters: told of the captures.
         lookup_lengths: fewest and most last tokens that are looked up; None looks nothing up.
+        max_drafting: most sequences of a round that drafts; the others are plain, and keep the drafter's context.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SlotPrograms:
         kernels: NativeKernels,
         counters: GraphCounters,
         lookup_lengths: tuple[int, int] | None = None,
+        max_drafting: int | None = None,
     ) -> None:
         self._slot = slot
         self._state = state
@@ -55,6 +57,7 @@ class SlotPrograms:
         self._kernels = kernels
         self._counters = counters
         self._lookup_lengths = lookup_lengths
+        self._max_drafting = max_drafting
         executor = kernels.executor
         self._target: GraphFamily[_TargetResults] = GraphFamily("target", executor, counters)
         self._draft: GraphFamily[Proposal] = GraphFamily("draft", executor, counters)
@@ -91,11 +94,16 @@ class SlotPrograms:
             )
         return program
 
+    def width(self, bucket: int) -> int:
+        """Rows of each sequence in rounds of `bucket` sequences: 1 where they do not draft."""
+        drafts = self._max_drafting is None or bucket <= self._max_drafting
+        return self._slot.shape.width if drafts else 1
+
     def _capture(self, bucket: int) -> CpuProgram:
         model = self._passes.drafting
         parts = [self._record("begin", lambda: self._begin(bucket))]
         proposal: Proposal | None = None
-        if model is not None:
+        if model is not None and self.width(bucket) > 1:
             graph, proposal = self._capture_draft(bucket, model)
             parts.append(("draft", graph))
             if self._lookup_lengths is not None:
@@ -111,7 +119,7 @@ class SlotPrograms:
         if self._lookup_lengths is not None:
             parts.append(self._record("remember", lambda: self._remember(bucket)))
         parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
-        return CpuProgram(parts, first_pass="target" if model is None else "draft")
+        return CpuProgram(parts, first_pass="target" if proposal is None else "draft")
 
     def _record(self, name: str, compute: Callable[[], None]) -> tuple[str, CpuGraph]:
         """A graph of what lies between the passes."""
@@ -159,12 +167,15 @@ class SlotPrograms:
     def _remember(self, bucket: int) -> None:
         slot = self._slot
         self._kernels.remember(
-            self._state.texts, slot.text_rows[:bucket], slot.positions[:bucket], slot.results[:bucket]
+            self._state.texts,
+            slot.text_rows[:bucket],
+            slot.positions[:bucket],
+            slot.results_of(bucket, self.width(bucket)),
         )
 
     def _lay_out(self, bucket: int, proposal: Proposal | None) -> None:
         slot, shape = self._slot, self._slot.shape
-        end = bucket * shape.width
+        end = bucket * self.width(bucket)
         self._kernels.verify_rows(
             slot.anchors[:bucket],
             slot.positions[:bucket],
@@ -179,7 +190,7 @@ class SlotPrograms:
         )
 
     def _capture_target(self, bucket: int) -> tuple[CpuGraph, _TargetResults]:
-        passes, batch = self._passes, self._slot.batch(bucket)
+        passes, batch = self._passes, self._slot.batch(bucket, self.width(bucket))
         inputs = named_inputs(batch)
 
         def compute() -> _TargetResults:
@@ -190,8 +201,8 @@ class SlotPrograms:
         return self._target.graph(inputs), results
 
     def _settle(self, bucket: int, logits: Tensor, proposal: Proposal | None) -> None:
-        slot, model = self._slot, self._passes.drafting
-        end = bucket * slot.shape.width
+        slot, model, width = self._slot, self._passes.drafting, self.width(bucket)
+        end = bucket * width
         picks, scores = slot.picks[:end], slot.scores[:end]
         sampling = slot.sampling
         self._kernels.draw_tokens(
@@ -218,15 +229,17 @@ class SlotPrograms:
             None if model is None else slot.context_slots[:end],
             slot.next_anchors[:bucket],
             slot.next_positions[:bucket],
-            slot.results[:bucket],
+            slot.results_of(bucket, width),
         )
 
     def _capture_context(self, bucket: int, captured: Tensor, model: DraftModel) -> CpuGraph:
-        end = bucket * self._slot.shape.width
+        end = bucket * self.width(bucket)
         positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
         # The target's own token of an accepted row is the one that follows it.
         inputs = {"captured": captured, "positions": positions, "slots": slots, "following": self._slot.picks[:end]}
-        self._context.capture(inputs, lambda: model.drafter.context_update(**inputs, caches=model.caches))
+        # Plain rounds of several sequences may have as many rows as a round of fewer that drafts.
+        if inputs not in self._context:
+            self._context.capture(inputs, lambda: model.drafter.context_update(**inputs, caches=model.caches))
         return self._context.graph(inputs)
 
     def _hand_off(self, bucket: int) -> None:

@@ -10,6 +10,7 @@ from sparkgap.rounds.pipeline.pipeline import NUM_SLOTS, Pipeline
 from sparkgap.rounds.pipeline.slot import SequenceResult
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, SampledToken, Sequence
+from sparkgap.rounds.speculative import TOO_MANY_TO_DRAFT
 
 
 class Split(NamedTuple):
@@ -155,6 +156,7 @@ class PipelinedRunner:
             return RoundOutput(error=self.direct.drafter_not_finite())
         return RoundOutput(
             [SampledToken(token_id, None) for token_id in result.token_ids],
-            num_draft_tokens=self.num_lookahead_tokens - 1,
+            num_draft_tokens=result.num_draft_tokens,
             num_accepted_tokens=result.num_accepted,
+            not_speculated=TOO_MANY_TO_DRAFT if self.facts.speculates and not result.num_draft_tokens else None,
         )

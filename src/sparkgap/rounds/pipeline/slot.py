@@ -20,7 +20,7 @@ class RoundShape:
 
     Attributes:
         max_sequences: most sequences of a round.
-        width: rows of each sequence, N + 1.
+        width: most rows of each sequence, N + 1.
         block_size: positions in a KV block.
         max_model_len: most positions of a sequence.
     """
@@ -66,11 +66,13 @@ class SequenceResult:
         num_accepted: draft tokens that the target takes too.
         status: whether the logits were numbers.
         token_ids: the accepted draft tokens and the target's own, in order.
+        num_draft_tokens: draft tokens that were verified.
     """
 
     num_accepted: int
     status: RoundStatus
     token_ids: list[int]
+    num_draft_tokens: int
 
 
 class SamplingTensors:
@@ -120,7 +122,7 @@ class Slot:
         sampling: how tokens are drawn.
         picks, scores: int64 and float32 `[max_sequences * W]`, the target's token of each row and its logit.
         next_anchors, next_positions: int64 `[max_sequences]`, where the round ends.
-        results: int64 `[max_sequences, W + 2]`, see `Kernels.settle_round`.
+        results: int64 `[max_sequences * (W + 2)]`, see `results_of`.
     """
 
     def __init__(self, shape: RoundShape) -> None:
@@ -145,8 +147,10 @@ class Slot:
         self.scores = torch.zeros(rows)
         self.next_anchors = torch.zeros(sequences, dtype=torch.int64)
         self.next_positions = torch.zeros(sequences, dtype=torch.int64)
-        self.results = torch.zeros((sequences, shape.width + 2), dtype=torch.int64)
-        self._row_starts = torch.arange(0, rows + 1, shape.width, dtype=torch.int32)
+        self.results = torch.zeros(sequences * (shape.width + 2), dtype=torch.int64)
+        self._row_starts = {
+            width: torch.arange(0, sequences * width + 1, width, dtype=torch.int32) for width in (1, shape.width)
+        }
         self._owners: list[Sequence | None] = [None] * sequences
         # The same memory as arrays, in which a number is written in a tenth of the time.
         self._sources: np.ndarray = self.sources.numpy()
@@ -163,14 +167,21 @@ class Slot:
         tensors = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
         return tensors + self.sampling.nbytes
 
-    def batch(self, sequences: int) -> ForwardBatch:
-        """The first `sequences` sequences' rows to verify, as views."""
-        end = sequences * self.shape.width
+    def results_of(self, sequences: int, width: int) -> Tensor:
+        """Where a round of so many sequences, of `width` rows each, leaves its results; see `Kernels.settle_round`.
+
+        int64 `[sequences, width + 2]`, a view.
+        """
+        return self.results[: sequences * (width + 2)].view(sequences, width + 2)
+
+    def batch(self, sequences: int, width: int) -> ForwardBatch:
+        """The first `sequences` sequences' rows to verify, 1 or `shape.width` of each, as views."""
+        end = sequences * width
         attention = AttentionRows(
             self.row_positions[:end],
-            self._row_starts[: sequences + 1],
+            self._row_starts[width][: sequences + 1],
             self.block_tables[:sequences],
-            self.shape.width,
+            width,
             self.shape.max_model_len,
         )
         return ForwardBatch(self.token_ids[:end], self.slots[:end], attention)
@@ -211,9 +222,10 @@ class Slot:
             if owner is sequence:
                 self._owners[row] = None
 
-    def read_results(self, sequences: int) -> list[SequenceResult]:
-        """Copies of what the launch gave each of the first `sequences` sequences."""
+    def read_results(self, sequences: int, width: int) -> list[SequenceResult]:
+        """Copies of what the launch gave each of the first `sequences` sequences, of `width` rows each."""
+        rows = self._results[: sequences * (width + 2)].reshape(sequences, width + 2)
         return [
-            SequenceResult(accepted, RoundStatus(status), picks[: accepted + 1])
-            for accepted, status, *picks in self._results[:sequences].tolist()
+            SequenceResult(accepted, RoundStatus(status), picks[: accepted + 1], width - 1)
+            for accepted, status, *picks in rows.tolist()
         ]
