@@ -121,7 +121,7 @@ def test_prompt_files(tmp_path, settings, checkpoint):
     objects.write_text('{"prompt": "one"}\n{"text": "two"}\n"three"\n')
     assert read_prompts(objects) == ["one", "two", "three"]
     config = replace(settings().conversation, prompts=lines)
-    assert len(file_turns(checkpoint.tokenizer, config)) == 2
+    assert len(file_turns(checkpoint.tokenizer, turn_template(checkpoint), config)) == 2
 
 
 @pytest.mark.parametrize(

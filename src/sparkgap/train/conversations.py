@@ -17,9 +17,15 @@ from sparkgap.errors import ConfigError
 from sparkgap.models.decoder import Decoder
 from sparkgap.train.config import ConversationConfig
 from sparkgap.train.features import Examples, shard_bytes, write_shard
-from sparkgap.train.generation import ConversationSampler
+from sparkgap.train.generation import ConversationSampler, user_room
 from sparkgap.train.progress import Bar, Progress
 from sparkgap.train.template import TurnTemplate
+
+_FRUITLESS_SHARDS = 3
+"""Files in a row without a new conversation after which sampling is given up."""
+
+_FEWEST_USER_TOKENS = 4
+"""Tokens that a user turn needs room for."""
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -50,6 +56,21 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ConfigError(f"prompts file {path} has no prompts")
     return prompts
+
+
+def check_room(template: TurnTemplate, config: ConversationConfig) -> None:
+    """Refuse conversations that are too short for the template, a user turn and an answer.
+
+    Raises:
+        ConfigError: naming the fewest positions that do.
+    """
+    room = user_room(template, config)
+    if room < _FEWEST_USER_TOKENS:
+        raise ConfigError(
+            f"max_positions {config.max_positions} is too short: the chat template takes "
+            f"{len(template.opening) + len(template.middle)} tokens, and an answer has at least "
+            f"{config.min_answer_tokens}; give at least {config.max_positions - room + _FEWEST_USER_TOKENS} positions"
+        )
 
 
 def check_disk(
@@ -167,12 +188,16 @@ def collect(
 
     Returns:
         Paths of the shards used, in order.
+
+    Raises:
+        ConfigError: the disk cannot hold them, a file is damaged, or the target writes nothing that is new.
     """
     directory.mkdir(parents=True, exist_ok=True)
     check_disk(directory, target, config, layer_ids, top_k)
-    turns = file_turns(tokenizer, config)
+    turns = file_turns(tokenizer, template, config)
     size = config.shard_conversations
     threads = max(torch.get_num_threads() // workers, 1)
+    fruitless = 0
     last = -(-len(turns) // size) if config.only_prompts else None
     stop = threading.Event()
     paths: list[Path] = []
@@ -208,7 +233,16 @@ def collect(
                     futures.append(pool.submit(work, ahead, samplers[ahead % workers], counts))
                 futures.popleft().result()
                 paths.append(shard_path(directory, number))
+                known = len(examples.items)
                 examples.add(paths[-1])
+                fruitless = fruitless + 1 if len(examples.items) == known else 0
+                if last is None and fruitless == _FRUITLESS_SHARDS:
+                    raise ConfigError(
+                        f"the target wrote no new conversation in {fruitless} files of {size}, after "
+                        f"{len(examples.items)}: its user turns repeat themselves, are longer than "
+                        f"{config.max_user_tokens} tokens, or its answers are shorter than {config.min_answer_tokens}; "
+                        "give user turns with --prompts and --only-prompts, or raise --max-positions"
+                    )
                 tokens = examples.answer_tokens
                 counts.finish(number, tokens, sampled_before=paths[-1] in existing)
                 number += 1
@@ -230,10 +264,10 @@ def plain_encoding(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def file_turns(tokenizer: Tokenizer, config: ConversationConfig) -> list[list[int]]:
+def file_turns(tokenizer: Tokenizer, template: TurnTemplate, config: ConversationConfig) -> list[list[int]]:
     """Token ids of the different user turns in the prompts file that leave half of the positions for an answer."""
     if config.prompts is None:
         return []
-    longest = config.max_positions // 2
+    longest = min(config.max_positions // 2, user_room(template, config))
     turns = (tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(read_prompts(config.prompts)))
     return [turn for turn in turns if 0 < len(turn) <= longest]

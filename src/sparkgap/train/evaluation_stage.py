@@ -94,7 +94,7 @@ def greedy_answers(
     sampling = replace(
         config.conversation, prompts=config.evaluation_prompts, only_prompts=True, answer_temperatures=(0.0,)
     )
-    turns = file_turns(tokenizer, sampling)
+    turns = file_turns(tokenizer, template, sampling)
     sampling = replace(sampling, shard_conversations=len(turns), lanes=min(len(turns), sampling.lanes))
     layer_ids = config.drafter_layer_ids(target.config.num_layers)
     with progress.task("answers to evaluation prompts", len(turns), "answers") as bar, torch.inference_mode():

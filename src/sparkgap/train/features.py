@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.train.generation import Conversation
+from sparkgap.train.kept import damaged, read_kept_tensors
 
 
 def shard_bytes(positions: int, tap_width: int, top_k: int, dtype: torch.dtype) -> int:
@@ -70,6 +71,19 @@ class Example:
         return self.token_ids.shape[0] - self.answer_start
 
 
+def _read_shard(path: Path) -> dict[str, Tensor]:
+    remedy = "remove it and continue the run it belongs to, which samples it again"
+    tensors = read_kept_tensors(path, ("token_ids", "lengths", "answer_starts", "temperatures"), remedy)
+    lengths = tensors["lengths"]
+    computed = int(lengths.sum()) - lengths.numel()
+    rows = {"token_ids": computed + lengths.numel(), "answer_starts": lengths.numel(), "temperatures": lengths.numel()}
+    rows |= dict.fromkeys(("taps", "top_ids", "top_logprobs"), computed) if lengths.numel() else {}
+    for name, count in rows.items():
+        if name not in tensors or tensors[name].shape[:1] != (count,):
+            raise damaged(path, f"{name} does not have {count} rows", remedy)
+    return tensors
+
+
 class Examples:
     """Conversations of several shards, without those whose user turn came before. Taps stay in mapped files.
 
@@ -87,9 +101,13 @@ class Examples:
             self.add(path)
 
     def add(self, path: Path) -> None:
-        """Append a shard's conversations."""
+        """Append a shard's conversations.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
         shard = len(self._files)
-        self._files.append(load_file(path))
+        self._files.append(_read_shard(path))
         tokens, offset, row = self._files[-1]["token_ids"].long(), 0, 0
         tensors = (self._files[-1][name].tolist() for name in ("lengths", "answer_starts", "temperatures"))
         for length, start, temperature in zip(*tensors, strict=True):

@@ -130,6 +130,11 @@ class _Lane:
     top_logprobs: list[Tensor] = field(default_factory=list)
 
 
+def user_room(template: TurnTemplate, config: ConversationConfig) -> int:
+    """Tokens of a user turn that leave room for the shortest answer; none or fewer where nothing fits."""
+    return config.max_positions - len(template.opening) - len(template.middle) - config.min_answer_tokens
+
+
 class ConversationSampler:
     """Decodes conversations in lanes.
 
@@ -223,7 +228,8 @@ class ConversationSampler:
             cache.keys[index, : len(opening)], cache.values[index, : len(opening)] = keys, values
         if user_turns is None:
             if draw.random() < self.config.opener_share:
-                lane.token_ids += self.encode(opener(draw))[: self.config.max_user_tokens // 2]
+                longest = min(self.config.max_user_tokens, user_room(self.template, self.config)) // 2
+                lane.token_ids += self.encode(opener(draw))[:longest]
             return lane
         turn = next(user_turns, None)
         if turn is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from sparkgap.train.batches import Selection, select
 from sparkgap.train.config import OptimizationConfig
 from sparkgap.train.features import Example
+from sparkgap.train.kept import damaged
 from sparkgap.train.network import TrainableNetwork
 from sparkgap.train.progress import Progress
 from sparkgap.train.recipes import Recipe
@@ -101,15 +103,24 @@ class Trainer:
         os.replace(partial, self.checkpoint_path)
 
     def load(self) -> bool:
-        """Continue from the last state, if there is one."""
-        if not self.checkpoint_path.exists():
+        """Continue from the last state, if there is one.
+
+        Raises:
+            ConfigError: its file is damaged.
+        """
+        path = self.checkpoint_path
+        if not path.exists():
             return False
-        state = torch.load(self.checkpoint_path, map_location=self.network.head.device, weights_only=True)
-        self.network.load_state_dict(state["network"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step, self.epoch, self.epoch_step, self.anchors, self.seconds = state["counters"]
-        self.history = state["history"]
+        try:
+            state = torch.load(path, map_location=self.network.head.device, weights_only=True)
+            self.network.load_state_dict(state["network"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.epoch, self.epoch_step, self.anchors, self.seconds = state["counters"]
+            self.history = state["history"]
+        except (OSError, RuntimeError, UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
+            what = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise damaged(path, what, "remove it, and training begins again") from error
         return True
 
     def run(self) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkgap.catalog.checkpoint import Checkpoint, open_checkpoint
-from sparkgap.catalog.drafters import open_drafter, write_speculators_config
+from sparkgap.catalog.drafters import DrafterCheckpoint, open_drafter, write_speculators_config
 from sparkgap.catalog.identity import TargetIdentity, identify_target
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.errors import ConfigError
@@ -27,11 +27,12 @@ from sparkgap.ops import NativeKernels
 from sparkgap.train.batches import DraftVocabulary, draft_vocabulary, normed_tap_scale, tap_scale, token_counts
 from sparkgap.train.building import build_mtp_network, build_network, head_rows, mask_token
 from sparkgap.train.config import TrainConfig
-from sparkgap.train.conversations import collect, read_prompts
+from sparkgap.train.conversations import check_room, collect, read_prompts
 from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.features import Example, Examples, layer_columns
 from sparkgap.train.generation import LaneKernels
+from sparkgap.train.kept import read_kept_json, read_kept_tensors
 from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
 from sparkgap.train.mtp_network import MtpNetwork
@@ -40,11 +41,13 @@ from sparkgap.train.progress import Progress
 from sparkgap.train.recipes import BlockRecipe, MtpRecipe, Recipe
 from sparkgap.train.shared import TARGET_FILE, SharedConversations, open_shared, shared_shards
 from sparkgap.train.start import start
-from sparkgap.train.start_from import copy_weights
+from sparkgap.train.start_from import check_sizes, copy_weights
 from sparkgap.train.template import TurnTemplate, turn_template
 
 _SCALED_CONVERSATIONS = 64
 """Conversations whose captured states set the scale of each dimension."""
+
+_BEGIN_AGAIN = "remove it and state.pt beside it, and training begins again"
 
 _MAY_CHANGE = {
     "out", "threads", "evaluation_prompts", "conversation.answer_tokens", "optimization.steps",
@@ -59,8 +62,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     Raises:
         SparkgapError: bad input, or memory or disk that will not do.
     """
-    work = config.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    work, asked = config.out / "work", config
     shared = _shared(config)
     _check_settings(work / "settings.json", config)
     if shared is not None:
@@ -77,7 +79,12 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     checkpoint, target = _open_target(config, device, progress)
     identity = identify_target(checkpoint.config, checkpoint.weights)
     template = turn_template(checkpoint)
+    check_room(template, config.conversation)
     layer_ids = config.drafter_layer_ids(target.config.num_layers)
+    if initial is not None:
+        check_sizes(initial, config, target.config)
+    work.mkdir(parents=True, exist_ok=True)
+    _write_json(work / "settings.json", _plain(asked))
     examples = _conversations(config, shared, target, identity, workers, template, checkpoint.tokenizer, progress)
     sampled = time.monotonic()
     held_out, learned = _split(examples, config.optimization.held_out_conversations)
@@ -94,13 +101,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     trainer = Trainer(
         network, recipe, learned, held_out, tokens, config.optimization, config.seed, workers, work, progress
     )
-    if trainer.load():
-        progress.log(f"continuing after step {trainer.step}")
-    elif initial is not None:
-        copy_weights(initial, network, vocabulary)
-        progress.log(f"starting from the weights of {initial.name}")
-    elif isinstance(network, DraftNetwork):
-        start(network, examples, learned, config.seed)
+    _set_weights(trainer, network, initial, examples, vocabulary)
     trainer.run()
     trained = time.monotonic()
     method = config.network.method
@@ -164,6 +165,23 @@ def _network(
     return network, BlockRecipe(examples, vocabulary, config.loss, network.shape.lead_rows)
 
 
+def _set_weights(
+    trainer: Trainer,
+    network: DraftNetwork | MtpNetwork,
+    initial: DrafterCheckpoint | None,
+    examples: Examples,
+    vocabulary: DraftVocabulary,
+) -> None:
+    """What training goes on from: the run's last state, another drafter, or the usual start."""
+    if trainer.load():
+        trainer.progress.log(f"continuing after step {trainer.step}")
+    elif initial is not None:
+        copy_weights(initial, network, vocabulary)
+        trainer.progress.log(f"starting from the weights of {initial.name}")
+    elif isinstance(network, DraftNetwork):
+        start(network, examples, list(trainer.train_examples), trainer.seed)
+
+
 def _plain(config: TrainConfig) -> dict[str, Any]:
     """Settings in JSON's types."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
@@ -184,7 +202,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check_settings(path: Path, config: TrainConfig) -> None:
-    """Remember a run's settings; refuse to continue it with others, which would mix two runs.
+    """Refuse to continue a run with other settings than it was begun with, which would mix two runs.
 
     Raises:
         ConfigError: naming the setting, its value then and now.
@@ -193,14 +211,14 @@ def _check_settings(path: Path, config: TrainConfig) -> None:
     if path.exists():
         # A run may be older than a setting: it was then begun with what is now the setting's default.
         defaults = _flat(_plain(TrainConfig(config.target, config.out)))
-        before = defaults | _flat(json.loads(path.read_text()))
+        remedy = "use another directory, or remove the file and give the settings that the run was begun with"
+        before = defaults | _flat(read_kept_json(path, remedy))
         for key, value in _flat(now).items():
             if key not in _MAY_CHANGE and before[key] != value:
                 raise ConfigError(
                     f"{path.parent.parent} was begun with {key} = {before[key]!r}, and is now given {value!r}"
                     "; use the same settings to continue it, or another directory"
                 )
-    _write_json(path, now)
 
 
 def _device(name: str) -> torch.device:
@@ -292,7 +310,7 @@ def _vocabulary(
         unfinished = path.with_suffix(".partial")
         save_file({"ids": ids, "markov_tokens": counts.nonzero()[:, 0]}, unfinished)
         os.replace(unfinished, path)
-    saved = load_file(path)
+    saved = read_kept_tensors(path, ("ids", "markov_tokens"), _BEGIN_AGAIN)
     rows = torch.zeros(target.config.vocab_size, dtype=torch.int64)
     rows[saved["markov_tokens"]] = torch.arange(1, saved["markov_tokens"].shape[0] + 1)
     chosen = torch.zeros_like(counts)
@@ -309,4 +327,4 @@ def _kept_scale(path: Path, examples: Examples, learned: list[Example], scale: C
         taps = torch.cat([examples.taps(e) for e in learned[:_SCALED_CONVERSATIONS]])
         save_file({"tap_scale": scale(taps)}, unfinished)
         os.replace(unfinished, path)
-    return load_file(path)["tap_scale"]
+    return read_kept_tensors(path, ("tap_scale",), _BEGIN_AGAIN)["tap_scale"]

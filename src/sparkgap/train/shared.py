@@ -13,11 +13,15 @@ from sparkgap.errors import ConfigError
 from sparkgap.train.config import ConversationConfig, FeatureConfig, NetworkConfig, TrainConfig
 from sparkgap.train.conversations import shard_path
 from sparkgap.train.features import Examples
+from sparkgap.train.kept import damaged, read_kept_json
 
 _Settings = TypeVar("_Settings", ConversationConfig, FeatureConfig)
 
 TARGET_FILE = "target.json"
 """File in `work/` that holds the identity of the target whose conversations are there."""
+
+
+_NEW_CONVERSATIONS = "restore it, or leave out --conversations"
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def shared_shards(shared: SharedConversations, record: Path) -> list[Path]:
         ConfigError: there are fewer than are asked for, or than were taken before.
     """
     directory = shared.run / "work" / "conversations"
-    count = json.loads(record.read_text())["shards"] if record.exists() else None
+    count = _shards_taken(record) if record.exists() else None
     paths: list[Path] = []
     while (count is None or len(paths) < count) and (path := shard_path(directory, len(paths))).exists():
         paths.append(path)
@@ -95,6 +99,14 @@ def shared_shards(shared: SharedConversations, record: Path) -> list[Path]:
     partial.write_text(json.dumps({"run": str(shared.run), "shards": len(paths)}) + "\n")
     os.replace(partial, record)
     return paths
+
+
+def _shards_taken(record: Path) -> int:
+    remedy = "remove it and state.pt beside it, and training begins again"
+    count = read_kept_json(record, remedy).get("shards")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise damaged(record, "no number of shards", remedy)
+    return count
 
 
 def _enough(directory: Path, paths: list[Path], wanted_tokens: int) -> list[Path]:
@@ -115,9 +127,12 @@ def _recorded_settings(run: Path) -> dict[str, Any]:
             f"{run} is not the directory of a training run with conversations: {path} cannot be read ({error.strerror})"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+        raise damaged(path, str(error), _NEW_CONVERSATIONS) from error
     if not isinstance(recorded, dict):
-        raise ConfigError(f"{path} is damaged: no JSON object")
+        raise damaged(path, "no JSON object", _NEW_CONVERSATIONS)
+    for name in ("conversation", "features", "network"):
+        if not isinstance(recorded.get(name, {}), dict):
+            raise damaged(path, f"{name} is no JSON object", _NEW_CONVERSATIONS)
     if recorded.get("conversations") is not None:
         raise ConfigError(f"{run} uses the conversations of {recorded['conversations']}; give that directory")
     return recorded
@@ -126,7 +141,7 @@ def _recorded_settings(run: Path) -> dict[str, Any]:
 def _check_target(run: Path, recorded: dict[str, Any], config: TrainConfig, identity: TargetIdentity) -> None:
     path = run / "work" / TARGET_FILE
     if path.exists():
-        same = json.loads(path.read_text()) == identity.to_json()
+        same = read_kept_json(path, f"continue the run in {run}, which writes it anew") == identity.to_json()
     else:  # from before runs kept it
         same = recorded.get("target") == config.target
     if not same:
@@ -152,7 +167,10 @@ def _merge(
                 f"the conversations of {run} were made with {name}.{field.name} = {theirs!r}, and {ours!r} is asked for"
             )
         values[field.name] = theirs
-    return type(given)(**values)
+    try:
+        return type(given)(**values)
+    except (ConfigError, TypeError) as error:
+        raise damaged(run / "work" / "settings.json", f"{name}: {error}", _NEW_CONVERSATIONS) from error
 
 
 def _from_json(value: Any) -> Any:

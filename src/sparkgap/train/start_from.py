@@ -5,12 +5,63 @@ from torch import Tensor
 
 from sparkgap.catalog.drafters import DrafterCheckpoint, target_ids
 from sparkgap.errors import ConfigError
+from sparkgap.models.config import ModelConfig
 from sparkgap.train.batches import DraftVocabulary
+from sparkgap.train.config import TrainConfig
 from sparkgap.train.mtp_network import MtpNetwork
 from sparkgap.train.network import DraftNetwork
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
 _UNTRAINED_STD = 0.1
 """Usual size of W1's rows before training, as in `DraftNetwork`."""
+
+
+def check_sizes(drafter: DrafterCheckpoint, config: TrainConfig, target: ModelConfig) -> None:
+    """Refuse a drafter that a run cannot start from, before anything is sampled.
+
+    Args:
+        drafter: where training is to start.
+        config: of the run.
+        target: what is drafted for.
+
+    Raises:
+        ConfigError: another method, head, size or other target layers; the message names it.
+    """
+    wanted, given = config.network, drafter.settings
+    dspark = wanted.method == "dspark"
+    asked: dict[str, object] = {
+        "method": wanted.method,
+        "num_layers": wanted.num_layers,
+        "target_layer_ids": config.drafter_layer_ids(target.num_layers),
+        "markov_rank": wanted.markov_rank if dspark else 0,
+        "markov_head_type": wanted.markov_head_type if dspark else given.markov_head_type,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": wanted.intermediate_size or target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": wanted.num_kv_heads or target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+    }
+    found: dict[str, object] = {key: given.transformer.get(key) for key in (*_SIZES, "vocab_size")}
+    found |= {
+        "method": given.method,
+        "num_layers": given.transformer.get("num_hidden_layers"),
+        "target_layer_ids": given.target_layer_ids,
+        "markov_rank": given.markov_rank,
+        "markov_head_type": given.markov_head_type,
+    }
+    for name, value in asked.items():
+        # A size that is left out is a default of the format; the tensors' shapes tell later.
+        if found[name] is not None and found[name] != value:
+            raise ConfigError(
+                f"drafter {drafter.name} has {name} {_shown(found[name])}, and the drafter to be trained has "
+                f"{_shown(value)}; give the options that it was trained with"
+            )
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @torch.no_grad()
