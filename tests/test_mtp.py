@@ -1,11 +1,14 @@
 """MTP drafters seen through `LLM`: plain decoding's tokens in every mode, whatever is drafted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.errors import CheckpointError, ConfigError, EngineError, UnsupportedModelError
+from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.rounds.speculative import CONTEXT_TOO_LONG
 
 from .speculating_model import mtp_settings, write_looping_pair, write_mtp
@@ -233,3 +236,11 @@ def test_drafters_for_other_targets(paths):
     below = write_mtp(paths["directory"] / "below", paths["directory"] / "target", "right", target_layer_ids=(-1,))
     with pytest.raises(UnsupportedModelError, match="embedding output"):
         make(paths | {"below": str(below)}, "below")
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", 0), ("rms_norm_eps", "x"), ("max_position_embeddings", 0)])
+def test_a_damaged_configuration_is_told_from_the_targets(key, value):
+    settings = mtp_settings()
+    damaged = replace(settings, transformer={**settings.transformer, key: value})
+    with pytest.raises(CheckpointError, match=f"drafter somewhere: .*'{key}' must be"):
+        DrafterConfig.from_settings(damaged, "somewhere")

@@ -38,7 +38,10 @@ class DrafterConfig:
                 a mask token outside the vocabulary; a block with nothing to predict.
         """
         transformer = {key: value for key, value in settings.transformer.items() if key not in _SETTLED_ELSEWHERE}
-        backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
+        try:
+            backbone = ModelConfig.from_hf({**transformer, "architectures": [_ARCHITECTURE], "model_type": "qwen3"})
+        except (CheckpointError, UnsupportedModelError) as error:  # which do not know whose configuration it is
+            raise type(error)(f"drafter {name}: {error}") from error
         if settings.method != "dspark" and (settings.markov_rank or settings.confidence_head):
             raise CheckpointError(f"drafter {name}: a {settings.method} drafter has no Markov or confidence head")
         if settings.mask_token_id >= backbone.vocab_size:
