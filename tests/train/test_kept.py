@@ -112,8 +112,6 @@ def test_the_remedy_helps(whole, tmp_path, quiet, name):
         ("settings.json", "{", "leave out --conversations"),
         ("settings.json", '{"network": 3}', "network is no JSON object"),
         ("settings.json", '{"conversation": [1]}', "conversation is no JSON object"),
-        ("settings.json", '{"conversation": {"lanes": "x"}}', "lanes must be an integer"),
-        ("settings.json", '{"network": {"method": "x"}}', "method must be one of"),
         ("conversations/shard-0000.safetensors", "", "samples it again"),
     ],
 )
@@ -121,6 +119,28 @@ def test_a_damaged_file_of_the_shared_run_is_named(whole, sharing, tmp_path, qui
     shutil.copytree(whole.out, tmp_path / "run")
     path = tmp_path / "run" / "work" / name
     path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        train(replace(sharing, out=tmp_path / "out", conversations=tmp_path / "run"), quiet)
+    assert_one_line(error, path, message)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("conversation", "opener_share", "x", "opener_share must be in"),
+        ("features", "target_layer_ids", [5], "target layer 5 cannot be captured"),
+        ("network", "method", "x", "method must be one of"),
+        ("network", "method", ["x"], "method must be one of"),
+    ],
+)
+def test_a_bad_value_in_the_shared_runs_settings_is_named(
+    whole, sharing, tmp_path, quiet, section, key, value, message
+):
+    shutil.copytree(whole.out, tmp_path / "run")
+    path = tmp_path / "run" / "work" / "settings.json"
+    recorded = json.loads(path.read_text())
+    recorded[section][key] = value
+    path.write_text(json.dumps(recorded))
     with pytest.raises(ConfigError) as error:
         train(replace(sharing, out=tmp_path / "out", conversations=tmp_path / "run"), quiet)
     assert_one_line(error, path, message)

@@ -58,9 +58,13 @@ def open_shared(config: TrainConfig, num_layers: int, identity: TargetIdentity) 
     _check_target(run, recorded, config, identity)
     sampling = _merge(run, "conversation", config.conversation, recorded.get("conversation"))
     features = _merge(run, "features", config.features, recorded.get("features"), skip={"target_layer_ids"})
-    network = NetworkConfig(method=recorded.get("network", {}).get("method", NetworkConfig.method), num_layers=1)
-    made = TrainConfig(config.target, run, features=features, network=network)
-    captured, wanted = made.captured_layer_ids(num_layers), config.drafter_layer_ids(num_layers)
+    wanted = config.drafter_layer_ids(num_layers)
+    try:
+        method = recorded.get("network", {}).get("method", NetworkConfig.method)
+        network = NetworkConfig(method=method, num_layers=1, num_speculative_tokens=1)
+        captured = TrainConfig(config.target, run, features=features, network=network).captured_layer_ids(num_layers)
+    except ConfigError as error:
+        raise damaged(run / "work" / "settings.json", str(error), _NEW_CONVERSATIONS) from error
     missing = [layer for layer in wanted if layer not in captured]
     if missing:
         raise ConfigError(
