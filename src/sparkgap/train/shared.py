@@ -127,7 +127,7 @@ def _check_target(run: Path, recorded: dict[str, Any], config: TrainConfig, iden
     path = run / "work" / TARGET_FILE
     if path.exists():
         same = json.loads(path.read_text()) == identity.to_json()
-    else:  # from before runs kept it
+    else:  # a run that does not say
         same = recorded.get("target") == config.target
     if not same:
         raise ConfigError(
