@@ -554,7 +554,11 @@ ENDINGS = {
     "at once": ("os._exit(0)", 0),
     "exit": ("raise SystemExit(3)", 3),
     "error": ("1 / 0", 1),
-    "interrupt": ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT),
+    # Programs that run in the background are started with the signal ignored.
+    "interrupt": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.raise_signal(signal.SIGINT)",
+        -signal.SIGINT,
+    ),
     "termination": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     # One that waits for rounds.
     "thread left behind": ("threading.Thread(target=list, args=(stream,), daemon=True).start(); time.sleep(0.02)", 0),
