@@ -53,6 +53,17 @@ def test_tokens_are_those_without_drafts(paths, plain, pipeline, lookup, most, s
     assert alone.metrics.not_speculated == {}
 
 
+def test_a_limit_between_two_numbers_of_sequences_with_graphs_is_kept(paths, plain):
+    """Nine sequences would be padded to ten, which are more than may draft."""
+    llm = make(paths, most=9, max_num_seqs=10, task_pipeline="on")
+    prompts = [[i, 7, 3 * i] for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    few, many = llm.generate(prompts[:9], params), llm.generate(prompts, params)
+    assert all(o.metrics.draft_rounds > 0 and o.metrics.not_speculated == {} for o in few)
+    assert any(TOO_MANY_TO_DRAFT in o.metrics.not_speculated for o in many)
+    assert [o.outputs for o in many] == [o.outputs for o in plain.generate(prompts, params)]
+
+
 def test_the_drafts_after_plain_rounds_are_those_of_a_sequence_that_always_drafted(paths):
     """Acceptance says whether plain rounds kept the drafter's context: it would fall, and no token would show it."""
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sparkgap.catalog.identity import TargetIdentity, read_identity
 from sparkgap.catalog.keys import LARGEST_INTEGER, Keys, shown
-from sparkgap.config import is_finite
+from sparkgap.config import DEFAULT_MTP_TOKENS, MOST_MTP_TOKENS, is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
 
 DraftMethod = Literal["dspark", "dflash", "mtp"]
@@ -29,12 +29,6 @@ _SLIDING = "sliding_attention"
 _LARGEST_BLOCK = 1024
 _MOST_LAYERS = 1000
 """Far above any drafter; damaged numbers must not cost memory."""
-
-MOST_MTP_TOKENS = 16
-"""Most draft tokens a round of an MTP drafter; each is one more pass of its layer."""
-
-DEFAULT_MTP_TOKENS = 3
-"""Draft tokens a round of an MTP drafter whose checkpoint does not say."""
 
 OWN_KEY = "sparkgap"
 """Key of config.json for what no other engine writes; others ignore it."""

@@ -122,7 +122,7 @@ class ServeOptions:
         _limit(
             "--max-decode-stretch",
             metavar="FACTOR",
-            help="How much longer than a decode round a step may take that also reads prompts; above 1.",
+            help="How many times as long as one that only decodes a step may take that also reads prompts.",
         ),
     ] = EngineConfig.max_decode_stretch
     no_enable_prefix_caching: Annotated[

@@ -14,10 +14,18 @@ from sparkgap.config.engine import (
     EngineConfig,
 )
 from sparkgap.config.sampling import MAX_COMPLETIONS, MAX_LOGPROBS, REPETITION_PENALTIES, FinishReason, SamplingParams
-from sparkgap.config.speculative import DRAFT_SAMPLE_METHODS, NGRAM_TOKENS, SPECULATIVE_METHODS, SpeculativeConfig
+from sparkgap.config.speculative import (
+    DEFAULT_MTP_TOKENS,
+    DRAFT_SAMPLE_METHODS,
+    MOST_MTP_TOKENS,
+    NGRAM_TOKENS,
+    SPECULATIVE_METHODS,
+    SpeculativeConfig,
+)
 
 __all__ = [
     "CONTEXT_GRAPHS",
+    "DEFAULT_MTP_TOKENS",
     "DEFAULT_MODEL",
     "DRAFT_SAMPLE_METHODS",
     "DTYPES",
@@ -29,6 +37,7 @@ __all__ = [
     "MAX_COMPLETIONS",
     "MAX_LOGPROBS",
     "MAX_THREADS",
+    "MOST_MTP_TOKENS",
     "NGRAM_TOKENS",
     "QUANTIZATIONS",
     "REPETITION_PENALTIES",

@@ -57,9 +57,9 @@ class EngineConfig:
         max_model_len: most positions of a sequence (prompt + output); None takes the model's own.
         max_num_seqs: most sequences decoded together.
         max_num_batched_tokens: most prompt tokens in one step (chunked prefill).
-        max_decode_stretch: how much longer than a decode round alone a step may take that also reads prompts, which is
-            how much later the tokens of running requests come meanwhile; above 1. Prompt tokens are counted out by
-            measured times. A smaller value lets prompts wait longer for their first token.
+        max_decode_stretch: how many times as long as a step that only decodes one may take that also reads prompts,
+            which is how much later the tokens of running requests come meanwhile; above 1. Prompt tokens are counted
+            out by measured times. A smaller value lets prompts wait longer for their first token.
         prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, instead of `max_decode_stretch`.
         enable_prefix_caching: reuse KV of prompt blocks that an earlier request has computed.
         max_queued_requests: most requests that wait for a place among `max_num_seqs`; one more is refused. None has no

@@ -9,6 +9,12 @@ from sparkgap.config.checks import check, is_integer
 SPECULATIVE_METHODS = ("dspark", "dflash", "mtp", "ngram")
 """Values of `SpeculativeConfig.method`, written in any case; `ngram` needs no drafter."""
 
+MOST_MTP_TOKENS = 16
+"""Most draft tokens a round of an MTP drafter; each is one more pass of its layer."""
+
+DEFAULT_MTP_TOKENS = 3
+"""Draft tokens a round of an MTP drafter whose checkpoint does not say, and those that one is trained for."""
+
 NGRAM_TOKENS = 7
 """Draft tokens a round of method `ngram`, if nothing else is said."""
 

@@ -125,7 +125,7 @@ class Completion:
         A sequence that failed, or was ended, in its prompt has none.
         """
         tokens, found = self.sequence.prompt_token_ids, self.sequence.prompt_logprobs
-        if found is None or len(found) < len(tokens) - 1:
+        if found is None or self.sequence.lacks_prompt_logprobs:
             return None
         return [None, *(self._table(token, row) for token, row in zip(tokens[1:], found, strict=True))]
 

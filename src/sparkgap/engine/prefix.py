@@ -100,9 +100,7 @@ class PrefixCache:
 
     def _reads(self, sequence: Sequence) -> bool:
         # What was not computed has no logits.
-        if sequence.prompt_logprobs is not None:
-            return False
-        return self.enabled and not sequence.params.skip_reading_prefix_cache
+        return self.enabled and not sequence.lacks_prompt_logprobs and not sequence.params.skip_reading_prefix_cache
 
     def _most_reused(self, sequence: Sequence) -> int:
         return (sequence.num_tokens - 1) // self.blocks.block_size

@@ -79,12 +79,13 @@ class PlainRunner:
         """Give sequences that want them the log-probabilities of the prompt tokens that follow each row."""
         first_row = 0
         for span in spans:
-            sequence, start = span.sequence, span.start
-            if sequence.prompt_logprobs is not None:
+            sequence = span.sequence
+            if sequence.prompt_logprobs is not None and sequence.lacks_prompt_logprobs:
+                # A sequence that is recomputed has those of its first rows.
+                start = max(span.start, len(sequence.prompt_logprobs))
                 tokens = sequence.prompt_token_ids[start + 1 : span.end + 1]
-                rows = hidden[first_row : first_row + len(tokens)]
-                # A sequence that is recomputed writes over what it had.
-                del sequence.prompt_logprobs[start:]
+                row = first_row + start - span.start
+                rows = hidden[row : row + len(tokens)]
                 sequence.prompt_logprobs += self._logprobs_of(rows, tokens, sequence.params.prompt_logprobs)
             first_row += len(span.token_ids)
 

@@ -36,6 +36,11 @@ class Sequence:
     prompt_logprobs: "list[TokenLogprobs] | None" = None
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted, and not all of them are computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sparkgap.config import DEFAULT_MTP_TOKENS, MOST_MTP_TOKENS
 from sparkgap.errors import ConfigError
 
 Method = Literal["dspark", "dflash", "mtp"]
@@ -14,9 +15,6 @@ METHODS: tuple[Method, ...] = ("dspark", "dflash", "mtp")
 
 HEAD_TYPES: tuple[HeadType, ...] = ("vanilla", "gated", "rnn")
 """Markov heads that can be trained."""
-
-MOST_MTP_TOKENS = 16
-"""Most tokens that an MTP drafter drafts in a round."""
 
 _SHORT_BLOCK_TOKENS = 2
 
@@ -189,7 +187,7 @@ class NetworkConfig:
             ConfigError: no such method.
         """
         if method == "mtp":
-            return cls("mtp", num_layers=1, num_speculative_tokens=3)
+            return cls("mtp", num_layers=1, num_speculative_tokens=DEFAULT_MTP_TOKENS)
         return cls(method)  # type: ignore[arg-type]
 
 

@@ -146,7 +146,7 @@ def _check_target(run: Path, recorded: dict[str, Any], config: TrainConfig, iden
     path = run / "work" / TARGET_FILE
     if path.exists():
         same = read_kept_json(path, f"continue the run in {run}, which writes it anew") == identity.to_json()
-    else:  # from before runs kept it
+    else:  # a run that does not say
         same = recorded.get("target") == config.target
     if not same:
         raise ConfigError(

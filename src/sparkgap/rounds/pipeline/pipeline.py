@@ -86,6 +86,9 @@ class Pipeline:
         max_drafting: int | None = None,
     ) -> None:
         self.buckets = buckets_up_to(max_sequences)
+        if max_drafting is not None and max_drafting < self.buckets[-1]:
+            # Padded to the next bucket, the largest round that is to draft would not.
+            self.buckets = tuple(sorted({*self.buckets, max_drafting}))
         width = 1 if passes.drafting is None else passes.drafting.num_speculative_tokens + 1
         shape = RoundShape(self.buckets[-1], width, passes.caches[0].block_size, max_model_len)
         self.texts = TextRows(0 if lookup_lengths is None else (NUM_SLOTS + 1) * shape.max_sequences)

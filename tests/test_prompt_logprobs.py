@@ -1,0 +1,91 @@
+"""Log-probabilities of prompt tokens are those that the same tokens have as output, however the prompt is computed."""
+
+import asyncio
+
+import pytest
+
+from sparkgap import LLM, AsyncLLM, SamplingParams
+
+from .tiny_model import write_tiny_model
+
+SETTINGS = {"dtype": "float32", "threads": 1, "device": "cpu", "block_size": 4, "max_model_len": 128}
+PROMPT = [7, 250, 3, 3, 90, 41, 8, 9, 120, 17, 66, 5, 200, 31]
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 4
+"""Of four positions: keys and values of two layers, two heads of eight, four bytes each."""
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """Tables of the tokens of `PROMPT` from the second on, each of them an output that a bias forces."""
+    llm = LLM(path, enable_prefix_caching=False, **SETTINGS)
+    params = [
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=3, logit_bias={token: 100})
+        for token in PROMPT[1:]
+    ]
+    outputs = llm.generate([PROMPT[:end] for end in range(1, len(PROMPT))], params)
+    assert [output.outputs[0].token_ids for output in outputs] == [[token] for token in PROMPT[1:]]
+    return [output.outputs[0].logprobs[0] for output in outputs]
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 5}, {"graphs": "off"}], ids=str)
+def test_they_are_those_of_output(path, expected, changes):
+    llm = LLM(path, **(SETTINGS | changes))
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    alone, beside, wanting = llm.generate([PROMPT, PROMPT[:5], PROMPT], [plain, plain, PARAMS])
+    assert wanting.prompt_logprobs == [None, *expected]
+    assert alone.prompt_logprobs is beside.prompt_logprobs is None
+    assert wanting.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_prompt_whose_blocks_are_there_is_computed(path, expected):
+    llm = LLM(path, **SETTINGS)
+    llm.generate([PROMPT], SamplingParams(max_tokens=1))
+    (output,) = llm.generate([PROMPT], PARAMS)
+    assert output.num_cached_tokens == 0
+    assert output.prompt_logprobs == [None, *expected]
+    (found,) = llm.generate([PROMPT], SamplingParams(max_tokens=1))
+    assert found.num_cached_tokens == 12
+
+
+def test_one_token_has_none_before_it(path):
+    (output,) = LLM(path, **SETTINGS).generate([[9]], PARAMS)
+    assert output.prompt_logprobs == [None]
+
+
+def test_preempted_sequences_keep_them(path, expected):
+    llm = LLM(path, kv_cache_memory_bytes=26 * BLOCK_BYTES, **(SETTINGS | {"max_model_len": 64}))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=3)
+    outputs = llm.generate([PROMPT] * 4, params)
+    assert llm.stats.num_preemptions > 0
+    assert all(output.prompt_logprobs == [None, *expected] for output in outputs)
+
+
+def test_the_first_output_of_a_stream_has_them(path, expected):
+    """Also where the second completion finds the prompt's blocks, and the first computes the prompt in many steps."""
+
+    async def main():
+        llm = AsyncLLM(path, max_num_batched_tokens=4, **SETTINGS)
+        try:
+            async for _ in llm.generate(PROMPT, SamplingParams(max_tokens=1)):
+                pass
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2, prompt_logprobs=3)
+            return [output async for output in llm.generate(PROMPT, params)]
+        finally:
+            llm.close()
+
+    first, *others = asyncio.run(main())
+    assert first.prompt_logprobs == [None, *expected]
+    assert all(output.prompt_logprobs is None for output in others)
+    tokens = [[], []]
+    for output in (first, *others):
+        for completion in output.outputs:
+            tokens[completion.index] += completion.token_ids
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 12
