@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparkgap.catalog.drafters import DrafterCheckpoint
 from sparkgap.models.decoder import Decoder, DecoderLayer
+from sparkgap.models.drafter_base import DescribedDrafter
 from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.models.drafter_loading import DrafterWeights, load_drafter_weights
 from sparkgap.models.heads import DraftOutput, Pick, Proposal, propose
@@ -30,7 +31,7 @@ class _Block:
     max_length: int
 
 
-class Drafter:
+class Drafter(DescribedDrafter):
     """A draft model bound to a target. Written in `Kernels` and views only, except for a caller's own `pick`.
 
     Attributes:
@@ -83,29 +84,9 @@ class Drafter:
         return cls(config, kernels, weights, rotary)
 
     @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self.config.name
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target."""
-        return self.config.backbone.vocab_size
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Captured target layers, in the order in which they are read."""
-        return self.config.settings.target_layer_ids
-
-    @property
     def num_parameters(self) -> int:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
-
-    @property
-    def cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Layers, KV heads and head size of its caches."""
-        return self.config.cache_shapes
 
     def context_update(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparkgap.catalog.drafters import DrafterCheckpoint
 from sparkgap.models.decoder import Decoder, DecoderLayer
+from sparkgap.models.drafter_base import DescribedDrafter
 from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.models.drafter_loading import DraftLoader, draft_rotary
 from sparkgap.models.heads import Pick, Proposal
@@ -91,7 +92,7 @@ class MTPDraft(NamedTuple):
         return MTPDraft(self.stream[:count], self.positions[:, :count], self.slots[:, :count], part)
 
 
-class MTPDrafter:
+class MTPDrafter(DescribedDrafter):
     """An MTP draft model bound to a target. Written in `Kernels` and views only, except for a caller's own `pick`.
 
     Its caches are the layer's KV, and the stream `x` of each entry, held in two halves as if they were a head's key and
@@ -145,29 +146,9 @@ class MTPDrafter:
         return cls(config, kernels, weights, draft_rotary(config, target.device, max_model_len), max_model_len)
 
     @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self.config.name
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target."""
-        return self.config.backbone.vocab_size
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """The one captured target layer."""
-        return self.config.settings.target_layer_ids
-
-    @property
     def num_parameters(self) -> int:
         """Weights of the drafter's own; embedding and LM head count only where they are not the target's."""
         return self.weights.num_parameters
-
-    @property
-    def cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Layers, KV heads and head size of its caches, in their order: the layer's, and the streams'."""
-        return self.config.cache_shapes
 
     def context_update(
         self,
