@@ -169,6 +169,7 @@ def collect(
     top_k: int,
     seed: int,
     progress: Progress,
+    examples: Examples | None = None,
 ) -> list[Path]:
     """Sample until `answer_tokens` answer tokens are there; shards that exist are kept.
 
@@ -185,6 +186,7 @@ def collect(
         top_k: most probable tokens that are kept.
         seed: of everything drawn.
         progress: told of answer tokens.
+        examples: what the shards are read into, as they come.
 
     Returns:
         Paths of the shards used, in order.
@@ -201,7 +203,7 @@ def collect(
     last = -(-len(turns) // size) if config.only_prompts else None
     stop = threading.Event()
     paths: list[Path] = []
-    examples = Examples()
+    examples = Examples() if examples is None else examples
 
     def work(number: int, sampler: ConversationSampler, counts: SampledTokens) -> None:
         path = shard_path(directory, number)

@@ -73,7 +73,7 @@ class _HeadLoss(torch.autograd.Function):
             labels, top_ids = targets.labels[part], targets.top_ids[part]
             known, top_known = labels >= 0, top_ids >= 0
             safe_labels, safe_top = labels.clamp_min(0)[:, None], top_ids.clamp_min(0)
-            # The label's logit is compared with the largest: an argmax over the vocabulary costs more than the rest.
+            # The label's logit is compared with the largest, which the exponentials need anyway: no argmax.
             largest = logits.amax(-1)
             label_logits = logits.gather(1, safe_labels)[:, 0]
             correct[part] = (label_logits == largest) & known

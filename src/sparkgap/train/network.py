@@ -13,6 +13,9 @@ from torch.nn import functional
 
 from sparkgap.catalog.drafter_settings import MarkovHeadType
 
+MARKOV_STD = 0.1
+"""Usual size of W1's rows before training."""
+
 
 @dataclass(frozen=True)
 class NetworkShape:
@@ -268,7 +271,7 @@ class DraftNetwork(TrainableNetwork):
         self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if shape.markov_rank:
-            self.markov_w1 = nn.Parameter(torch.randn(shape.markov_tokens, shape.markov_rank) * 0.1)
+            self.markov_w1 = nn.Parameter(torch.randn(shape.markov_tokens, shape.markov_rank) * MARKOV_STD)
             with torch.no_grad():
                 self.markov_w1[0] = 0
             self.markov_w2 = nn.Parameter(torch.zeros(shape.draft_vocab_size, shape.markov_rank))

@@ -277,10 +277,21 @@ def _conversations(
     check_memory(model, config.conversation, workers, target.device)
     _write_json(work / TARGET_FILE, identity.to_json())
     sampling, top_k = config.conversation, config.features.top_k
-    paths = collect(
-        work / "conversations", target, workers, template, tokenizer, sampling, captured, top_k, config.seed, progress
+    examples = Examples(columns=layer_columns(captured, wanted, model.hidden_size))
+    collect(
+        work / "conversations",
+        target,
+        workers,
+        template,
+        tokenizer,
+        sampling,
+        captured,
+        top_k,
+        config.seed,
+        progress,
+        examples,
     )
-    return Examples(paths, layer_columns(captured, wanted, model.hidden_size))
+    return examples
 
 
 def _split(examples: Examples, held_out: int) -> tuple[list[Example], list[Example]]:

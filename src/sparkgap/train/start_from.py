@@ -9,12 +9,9 @@ from sparkgap.models.config import ModelConfig
 from sparkgap.train.batches import DraftVocabulary
 from sparkgap.train.config import TrainConfig
 from sparkgap.train.mtp_network import MtpNetwork
-from sparkgap.train.network import DraftNetwork
+from sparkgap.train.network import MARKOV_STD, DraftNetwork
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-_UNTRAINED_STD = 0.1
-"""Usual size of W1's rows before training, as in `DraftNetwork`."""
 
 
 def check_sizes(drafter: DrafterCheckpoint, config: TrainConfig, target: ModelConfig) -> None:
@@ -110,7 +107,7 @@ def copy_weights(drafter: DrafterCheckpoint, network: DraftNetwork | MtpNetwork,
     seen = network.markov_rows.nonzero()[:, 0].cpu()
     w1 = tensor("markov_head.markov_w1.weight")[seen]
     untrained = ~w1.any(-1)
-    w1[untrained] = torch.randn(int(untrained.sum()), w1.shape[1]) * _UNTRAINED_STD
+    w1[untrained] = torch.randn(int(untrained.sum()), w1.shape[1]) * MARKOV_STD
     copy(network.markov_w1[1:], "markov_head.markov_w1.weight", w1)
     w2, ids = tensor("markov_head.markov_w2.weight"), target_ids(drafter)
     draft_ids = vocabulary.draft_ids.cpu()[torch.arange(w2.shape[0]) if ids is None else ids]
