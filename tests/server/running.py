@@ -79,12 +79,13 @@ class Running:
         return connection
 
     def metric(self, name, **labels):
-        """The value of one sample of `/metrics`."""
+        """The value of one sample of `/metrics`; 0 for labels that have not occurred yet."""
         wanted = f"sparkgap:{name}"
         if labels:
-            wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+            wanted += "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}"
         lines = self.get("/metrics").text.splitlines()
-        return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted)
+        assert any(line.startswith(f"# TYPE sparkgap:{name.removesuffix('_total')}") for line in lines)
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted), 0.0)
 
     def stop(self):
         self.process.stop()
