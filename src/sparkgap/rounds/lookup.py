@@ -11,7 +11,7 @@ import torch
 
 from sparkgap.graphs.passes import Passes
 from sparkgap.models.interfaces import Target
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.batching import RowSpan, forward_batch
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler

@@ -28,7 +28,7 @@ from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import DraftNetwork, Target
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
 from sparkgap.rounds.logits import probabilities
