@@ -385,6 +385,7 @@ def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[RequestStream, Req
     """Put outputs in their streams; False when the loop is closed, so that nobody is left to read them."""
 
     def put() -> None:
+        """Hand the batch out, in the event loop's thread."""
         for stream, item in batch:
             stream.put(item)
 
