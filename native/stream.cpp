@@ -182,8 +182,7 @@ void Program::replay() {
 bool Launch::done() const { return done_; }
 
 bool Launch::wait(double timeout_s) const {
-  if (done_) return true;
-  refuse_forked(shared_);
+  if (!done_) refuse_forked(shared_);
   const GilRelease released;
   return shared_->wait(timeout_s, [this] { return done_.load(); });
 }
