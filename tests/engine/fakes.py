@@ -17,6 +17,9 @@ class LetterTokenizer:
     def encode(self, text, add_special_tokens=True):
         return [26 if letter == " " else ord(letter) - ord("a") for letter in text]
 
+    def text_of(self, token_id):
+        return None
+
     def decode(self, ids, skip_special_tokens=True):
         names = {26: " ", EOS: "<eos>"}
         kept = [i for i in ids if not (skip_special_tokens and i in self.special_token_ids)]

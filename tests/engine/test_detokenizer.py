@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.engine.detokenizer import Detokenizer, StopStrings
 
 BYTE_NAMES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -36,6 +37,9 @@ class ByteLevel:
         self.largest_decode = max(self.largest_decode, len(ids))
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def text_of(self, token_id):
+        return None
+
     def of_bytes(self, data):
         return [self.tokenizer.token_to_id(BYTE_TABLE[value]) for value in data]
 
@@ -53,11 +57,15 @@ class ByteFallback:
         )
         self.vocab_size = len(names)
 
+    def text_of(self, token_id):
+        return None
+
     def decode(self, ids, skip_special_tokens=True):
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 BYTES, FALLBACK = ByteLevel(), ByteFallback()
+CATALOG = Tokenizer(BYTES.tokenizer, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 byte_tokens = st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=80)
 texts = st.text(st.sampled_from("ab é日本語🙂👨‍👩‍👧\ufffd\n"), max_size=40)
 
@@ -71,6 +79,17 @@ def stream(tokenizer, ids, prompt=(), skip=True):
 @settings(deadline=None, max_examples=500)
 def test_pieces_add_up_to_the_whole(ids, skip):
     assert "".join(stream(BYTES, ids, skip=skip)) == BYTES.decode(ids, skip_special_tokens=skip)
+
+
+@given(byte_tokens, byte_tokens, st.booleans())
+def test_tokens_that_say_what_they_add_change_nothing(prompt, ids, skip):
+    assert stream(CATALOG, ids, prompt, skip) == stream(BYTES, ids, prompt, skip)
+
+
+def test_what_tokens_add():
+    assert CATALOG.text_of(BYTES.tokenizer.token_to_id("hello")) == "hello"
+    assert CATALOG.text_of(BYTES.of_bytes("é".encode())[0]) is None
+    assert Tokenizer(FALLBACK.tokenizer).text_of(FALLBACK.tokenizer.token_to_id("b")) is None
 
 
 @given(st.binary(max_size=120))

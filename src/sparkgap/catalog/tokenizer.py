@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import tokenizers.decoders
 
 from sparkgap.catalog.chat_template import render_template
 from sparkgap.catalog.json_files import is_there, missing_file, read_json, read_optional_json
 from sparkgap.errors import CheckpointError, PromptError, UnsupportedModelError
 
 _LONG_TEXT_CHARACTERS = 4096
+_REPLACEMENT = "\ufffd"
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -44,6 +46,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
+        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._texts: dict[int, str | None] = {}
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -111,6 +115,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not valid UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def text_of(self, token_id: int) -> str | None:
+        """What a token adds to any text; None where that depends on the tokens around it.
+
+        Byte-level tokens stand for bytes, whatever stands beside them: those of whole characters add these.
+        """
+        if not self._is_byte_level:
+            return None
+        if token_id not in self._texts:
+            text = self.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = None if _REPLACEMENT in text else text
+        return self._texts[token_id]
 
     def id_to_token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it, None if there is no such id."""

@@ -27,14 +27,19 @@ class Tokenizer(Protocol):
         """Text of tokens; bytes that are not valid UTF-8 become replacement characters."""
         ...
 
+    def text_of(self, token_id: int) -> str | None:
+        """What a token adds to any text that ends with a whole character; None where that is not so simple."""
+        ...
+
 
 class Detokenizer:
     """Text of a growing sequence of tokens.
 
     Pieces add up to the text of all tokens, decoded together after the prompt's last tokens. A character whose
     bytes are spread over tokens is held until it is complete, or until it is certain that it never will be. Only
-    the last few tokens are decoded each time. (One difference, in tokenizers with byte fallback tokens: a complete
-    character that has been given stays, where decoding all at once would replace it when invalid bytes follow.)
+    the last few tokens are decoded each time, and none where a token says by itself what it adds. (One difference, in
+    tokenizers with byte fallback tokens: a complete character that has been given stays, where decoding all at once
+    would replace it when invalid bytes follow.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Seq[int], skip_special_tokens: bool = True) -> None:
@@ -45,14 +50,22 @@ class Detokenizer:
         if self._given.endswith(_REPLACEMENT):
             self._window, self._given = [], ""
         self._num_given_tokens = len(self._window)
+        self._ends_whole = True
 
     def add(self, token_id: int) -> str:
         """Add a token; the text that has become certain, which may be empty."""
         if token_id in self._skipped:
             return ""
+        if self._ends_whole:
+            # What came before has no part in what such a token adds, nor in what comes after.
+            text = self._tokenizer.text_of(token_id)
+            if text is not None:
+                self._window, self._given, self._num_given_tokens = [], "", 0
+                return text
         self._window.append(token_id)
         text = self._decode(self._window)
         certain = self._certain(text)
+        self._ends_whole = not text.endswith(_REPLACEMENT)
         if not certain.startswith(self._given):
             return self._restart() if certain == text or self._is_overdue() else ""
         piece = certain[len(self._given) :]

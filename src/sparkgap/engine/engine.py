@@ -342,7 +342,6 @@ class Engine:
     def _snapshot(self) -> EngineStats:
         scheduler, blocks, counters = self.scheduler, self.scheduler.blocks, self._counters
         speculation = counters.speculation
-        places = range(len(speculation.verified))
         return EngineStats(
             num_running_sequences=scheduler.num_running,
             num_waiting_sequences=scheduler.num_waiting,
@@ -360,8 +359,8 @@ class Engine:
             num_generated_tokens=counters.num_generated_tokens,
             num_finished=dict(counters.finished),
             num_draft_rounds=speculation.rounds,
-            drafted_by_position=tuple(speculation.verified[place] for place in places),
-            accepted_by_position=tuple(speculation.accepted[place] for place in places),
+            drafted_by_position=tuple(speculation.verified),
+            accepted_by_position=tuple(speculation.accepted),
             num_not_speculated=dict(speculation.not_speculated),
             last_progress_s=counters.last_progress_s,
         )

@@ -119,7 +119,7 @@ class Request:
         ttft_s = None if self._first_token_s is None else self._first_token_s - self._arrived_s
         decoded = max(lengths) - 1
         counts = self.speculation
-        verified, accepted = counts.verified.total(), counts.accepted.total()
+        verified, accepted = sum(counts.verified), sum(counts.accepted)
         return RequestMetrics(
             ttft_ms=None if ttft_s is None else ttft_s * 1e3,
             tpot_ms=None if ttft_s is None or decoded < 1 else (latency_s - ttft_s) * 1e3 / decoded,
@@ -135,6 +135,6 @@ class Request:
             accepted_draft_tokens=accepted,
             acceptance_rate=accepted / verified if verified else None,
             accepted_per_round=accepted / counts.rounds if counts.rounds else None,
-            acceptance_by_position=[counts.accepted[k] / counts.rounds for k in sorted(counts.verified)],
+            acceptance_by_position=[number / counts.rounds for number in counts.accepted],
             not_speculated=dict(counts.not_speculated),
         )

@@ -18,15 +18,20 @@ class SpeculationCounts:
     """
 
     rounds: int = 0
-    verified: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     not_speculated: Counter[str] = field(default_factory=Counter)
 
     def add(self, output: RoundOutput) -> None:
         """Count one round of one sequence."""
         self.rounds += output.num_draft_tokens > 0
-        self.verified.update(range(output.num_draft_tokens))
-        self.accepted.update(range(output.num_accepted_tokens))
+        if (missing := output.num_draft_tokens - len(self.verified)) > 0:
+            self.verified += [0] * missing
+            self.accepted += [0] * missing
+        for place in range(output.num_draft_tokens):
+            self.verified[place] += 1
+        for place in range(output.num_accepted_tokens):
+            self.accepted[place] += 1
         if output.not_speculated is not None:
             self.not_speculated[output.not_speculated] += 1
 

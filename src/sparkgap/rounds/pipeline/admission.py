@@ -67,15 +67,19 @@ def refusals(facts: EngineFacts, sequence: Sequence | None = None) -> tuple[Refu
 
 
 def _refusals_of(facts: EngineFacts, sequence: Sequence) -> list[Refusal]:
-    params = sequence.params
-    against = {
-        Refusal.NOT_SPECULATED: facts.speculates and not params.speculation,
-        Refusal.SAMPLED_DRAFTS: facts.samples_drafts and not params.greedy,
-        Refusal.LOGPROBS: params.logprobs is not None,
-        Refusal.PENALTIES: has_penalties(params),
-        Refusal.LOGIT_BIAS: bool(params.logit_bias),
-        Refusal.MIN_TOKENS: len(sequence.output_token_ids) < params.min_tokens,
-        Refusal.CONTEXT_TOO_LONG: facts.max_context_length is not None
-        and sequence.num_computed_tokens > facts.max_context_length,
-    }
-    return [reason for reason, holds in against.items() if holds]
+    params, found = sequence.params, []
+    if facts.speculates and not params.speculation:
+        found.append(Refusal.NOT_SPECULATED)
+    if facts.samples_drafts and not params.greedy:
+        found.append(Refusal.SAMPLED_DRAFTS)
+    if params.logprobs is not None:
+        found.append(Refusal.LOGPROBS)
+    if has_penalties(params):
+        found.append(Refusal.PENALTIES)
+    if params.logit_bias:
+        found.append(Refusal.LOGIT_BIAS)
+    if len(sequence.output_token_ids) < params.min_tokens:
+        found.append(Refusal.MIN_TOKENS)
+    if facts.max_context_length is not None and sequence.num_computed_tokens > facts.max_context_length:
+        found.append(Refusal.CONTEXT_TOO_LONG)
+    return found

@@ -1,7 +1,8 @@
 """Prepare, launch, consume: two rounds in flight, first in, first out."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -106,6 +107,7 @@ class Pipeline:
                 programs.capture(self.buckets)
         self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
         self._rounds: deque[RoundInFlight] = deque()
+        self._in_flight: Counter[int] = Counter()
         self._next_slot = 0
 
     @property
@@ -118,9 +120,10 @@ class Pipeline:
         """Whether a round must be consumed before another is submitted."""
         return len(self._rounds) == NUM_SLOTS
 
-    def in_flight(self, sequence: Sequence) -> int:
-        """Rounds in flight that the sequence takes part in."""
-        return sum(sequence in round_.sequences for round_ in self._rounds)
+    @property
+    def in_flight(self) -> Mapping[int, int]:
+        """Rounds in flight that each sequence takes part in, by its id; those of none are left out."""
+        return self._in_flight
 
     def submit(self, sequences: Seq[Sequence]) -> None:
         """Stage a round and launch it. Either the pipeline owns the round afterwards, or nothing has changed.
@@ -150,6 +153,8 @@ class Pipeline:
         self.slots[self._next_slot].stage(sequences, sources, text_rows, bucket)
         launch = self.stream.launch(program)
         self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, width, launch))
+        for sequence in sequences:
+            self._in_flight[sequence.sequence_id] += 1
         self._next_slot = (self._next_slot + 1) % NUM_SLOTS
         replays = self._counters.replays
         replays["target"] += 1
@@ -170,6 +175,10 @@ class Pipeline:
             raise RoundFailedError(oldest.launch.error)
         results = self.slots[oldest.slot].read_results(len(oldest.sequences), oldest.width)
         self._rounds.popleft()
+        for sequence in oldest.sequences:
+            self._in_flight[sequence.sequence_id] -= 1
+            if not self._in_flight[sequence.sequence_id]:
+                del self._in_flight[sequence.sequence_id]
         self._free_texts()
         return results
 
@@ -183,7 +192,7 @@ class Pipeline:
             _logger.debug("dropping %d rounds in flight", len(self._rounds))
         if not self.stream.reset(DEADLINE_S):
             raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
-        self._rounds.clear()
+        self._drop_rounds()
         self._free_texts()
 
     def forget(self, sequence: Sequence) -> None:
@@ -204,9 +213,13 @@ class Pipeline:
 
     def _free_texts(self) -> None:
         """Rounds in flight write to the texts of sequences that have ended, too."""
-        self.texts.free_retired({s.sequence_id for round_ in self._rounds for s in round_.sequences})
+        self.texts.free_retired(self._in_flight.keys())
+
+    def _drop_rounds(self) -> None:
+        self._rounds.clear()
+        self._in_flight.clear()
 
     def close(self) -> None:
         """End the stream; nothing can be submitted any more."""
         self.stream.stop()
-        self._rounds.clear()
+        self._drop_rounds()

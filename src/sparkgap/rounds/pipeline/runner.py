@@ -1,6 +1,7 @@
 """Rounds through the pipeline where it takes them, and through the host where it does not."""
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -64,9 +65,9 @@ class PipelinedRunner:
         self.pipeline.forget(sequence)
         self.direct.release(sequence)
 
-    def in_flight(self) -> Counter[int]:
-        """Rounds in flight of each sequence, by its id."""
-        return Counter(s.sequence_id for round_ in self.pipeline.rounds for s in round_.sequences)
+    def in_flight(self) -> Mapping[int, int]:
+        """Rounds in flight of each sequence, by its id; those that have none are left out."""
+        return self.pipeline.in_flight
 
     def split(self, sequences: Seq[Sequence]) -> Split:
         """Which sequences the pipeline takes. A refused one with rounds in flight is in neither list: it must wait."""
@@ -98,7 +99,7 @@ class PipelinedRunner:
         if self.pipeline.is_full:
             return []
         in_flight = self.in_flight()
-        return [s for s in sequences if self._can_go_on(s, in_flight[s.sequence_id])]
+        return [s for s in sequences if self._can_go_on(s, in_flight.get(s.sequence_id, 0))]
 
     def submit(self, sequences: Seq[Sequence]) -> list[None]:
         """Launch a round of `next_round`'s sequences; its outputs come from `consume`."""

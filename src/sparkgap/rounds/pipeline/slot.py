@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from sparkgap.ops.operands import AttentionRows
 from sparkgap.ops.rounds import RoundStatus
 from sparkgap.rounds.drawing import SamplingNumbers, as_int64
 from sparkgap.rounds.sequence import Sequence
+
+_STATUSES = tuple(RoundStatus)
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,7 @@ class RoundState:
         self._texts[row, : sequence.num_tokens] = sequence.token_ids(0, sequence.num_tokens)
 
 
-@dataclass(frozen=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What one round gave one sequence.
 
     Attributes:
@@ -159,7 +161,7 @@ class Slot:
         self._block_tables: np.ndarray = self.block_tables.numpy()
         self._num_blocks: np.ndarray = self.num_blocks.numpy()
         self._text_rows: np.ndarray = self.text_rows.numpy()
-        self._results: np.ndarray = self.results.numpy()
+        self._results = self.results.numpy().data
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +226,8 @@ class Slot:
 
     def read_results(self, sequences: int, width: int) -> list[SequenceResult]:
         """Copies of what the launch gave each of the first `sequences` sequences, of `width` rows each."""
-        rows = self._results[: sequences * (width + 2)].reshape(sequences, width + 2)
-        return [
-            SequenceResult(accepted, RoundStatus(status), picks[: accepted + 1], width - 1)
-            for accepted, status, *picks in rows.tolist()
-        ]
+        results = []
+        for start in range(0, sequences * (width + 2), width + 2):
+            accepted, status, *picks = self._results[start : start + width + 2].tolist()
+            results.append(SequenceResult(accepted, _STATUSES[status], picks[: accepted + 1], width - 1))
+        return results
