@@ -130,7 +130,7 @@ def _recorded_settings(run: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{run} is not the directory of a training run with conversations: {path} cannot be read ({error.strerror})"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(path, str(error), _NEW_CONVERSATIONS) from error
     if not isinstance(recorded, dict):
         raise damaged(path, "no JSON object", _NEW_CONVERSATIONS)
