@@ -146,7 +146,7 @@ void Executor::markov_chain(const Tensor& base, const Tensor& hidden, const Tens
   auto* values = static_cast<float*>(filled(scores, Tensor::Type::kFloat32, "scores"));
   const int64_t* first = as_int64(anchors, "anchors", sequences);
   const int64_t* ids = target_ids ? as_int64(*target_ids, "target_ids", vocab) : nullptr;
-  MarkovEnd end{nullptr, ids, sequences, steps, first, tokens, values, {}, {}, table.size(0), nullptr, nullptr, 0, 0, features, rank,
+  MarkovEnd end{nullptr, threads_, ids, sequences, steps, first, tokens, values, {}, {}, table.size(0), nullptr, nullptr, 0, 0, features, rank,
                 nullptr};
   if (confidences) {
     if (!confidence_weights || !confidence_biases) throw std::invalid_argument("confidences need weights and biases");
@@ -194,6 +194,7 @@ void Executor::markov_chain(const Tensor& base, const Tensor& hidden, const Tens
                    sequences,
                    rank,
                    vocab,
+                   threads_,
                    step ? nullptr : first,
                    before,
                    found + step % 2 * places,

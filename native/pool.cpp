@@ -74,6 +74,7 @@ struct Pool::Job {
   uint32_t run;
   std::atomic<uint32_t>* fault;
   const WhenUnderWay* when_under_way;
+  const HostTurn* host;  // null where no thread sits out a call
 };
 
 struct Pool::Member {
@@ -135,6 +136,7 @@ uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_
     return 0;
   }
   std::atomic<uint32_t> fault{0};
+  const HostTurn* const host = when_under_way ? when_under_way->host : nullptr;
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) {
     if (when_under_way) when_under_way->action();
@@ -143,11 +145,15 @@ uint32_t Pool::run(std::span<const CallList> lists, int threads, size_t scratch_
   }
   grow(threads, scratch_bytes);
   if (trace_) trace_->grow(threads);
-  const Job job{lists, threads, trace_.get(), trace_ ? trace_->begin_run() : 0, &fault, when_under_way};
+  const bool takes_all_cores = threads > 1 && threads >= cores_;
+  const Job job{lists, threads, trace_.get(), trace_ ? trace_->begin_run() : 0, &fault, when_under_way,
+                takes_all_cores ? host : nullptr};
   if (number) *number = job.run;
   std::optional<Placement::CallerGuard> placed;
   if (is_owned) place_owned_caller(threads);
   else placed.emplace(placement_, threads);
+  leave_at_.store(0, std::memory_order_relaxed);
+  resume_number_.store(0, std::memory_order_relaxed);
   for (int i = 1; i < threads; i++) {
     Member& member = *members_[i];
     member.job = &job;
@@ -184,27 +190,87 @@ std::vector<int64_t> Pool::measure(std::span<const Call> calls, int threads, uin
   return times;
 }
 
+// A call of a job.
+struct Pool::Place {
+  uint32_t list, call;
+  uint32_t number;  // among all calls of the job
+
+  Place next(const Job& job) const { return Place{list, call + 1, number + 1}.at_call(job); }
+  // The first call from here on: lists may be empty.
+  Place at_call(const Job& job) const {
+    Place place = *this;
+    while (place.list < job.lists.size() && place.call >= job.lists[place.list].calls.size()) place.list++, place.call = 0;
+    return place;
+  }
+};
+
 void Pool::execute(const Job& job, int index) {
   // The job lives on the caller's stack and is gone once the last barrier opens.
-  const std::span<const CallList> lists = job.lists;
-  const Worker worker{index, job.threads, members_[index]->scratch.data, job.fault};
+  const uint32_t num_lists = uint32_t(job.lists.size());
   TraceRing* const ring = job.trace ? &job.trace->ring(index) : nullptr;
   const WhenUnderWay* when_under_way = index == 0 ? job.when_under_way : nullptr;
-  for (uint32_t list = 0; list < lists.size(); list++) {
-    const std::span<const Call> calls = lists[list].calls;
-    for (uint32_t i = 0; i < calls.size(); i++) {
-      const int64_t begin_ns = ring ? now_ns() : 0;
-      calls[i].run(worker);
-      if (ring)
-        ring->add({calls[i].signature, begin_ns, now_ns(), lists[list].graph, job.run, list, i, uint32_t(index)});
-      if (when_under_way && list >= when_under_way->list) {
+  std::byte* const scratch = members_[index]->scratch.data;
+  int team = job.threads;
+  bool announced = false;
+  for (Place place = Place{0, 0, 0}.at_call(job); place.list < num_lists;) {
+    const CallList& list = job.lists[place.list];
+    const uint32_t seen = resumed_.load(std::memory_order_relaxed);
+    const int64_t begin_ns = ring ? now_ns() : 0;
+    list.calls[place.call].run(Worker{index, team, scratch, job.fault});
+    if (ring)
+      ring->add({list.calls[place.call].signature, begin_ns, now_ns(), list.graph, job.run, place.list, place.call,
+                 uint32_t(index)});
+    if (when_under_way && place.list >= when_under_way->list) {
+      if (job.host && !announced) {
+        when_under_way->announce();
+        announced = true;
+      } else {
         when_under_way->action();
         when_under_way = nullptr;
       }
-      if (worker.count > 1) barrier(worker.count);
+    }
+    const Place next = place.next(job);
+    if (index == 0 && job.host) choose_team(job, team, next);
+    if (team > 1) barrier(team);
+    place = next;
+    if (!job.host) continue;
+    if (team == job.threads) {
+      if (leave_at_.load(std::memory_order_relaxed) != next.number) continue;
+      team--;
+      if (index < team) continue;
+      place = wait_for_call(seen);
+      team++;
+    } else if (resume_number_.load(std::memory_order_relaxed) == next.number) {
+      team++;
+      if (index == 0) call_back();
     }
   }
   if (when_under_way) when_under_way->action();
+}
+
+// Says before the barrier of the call before whether the last thread leaves, or comes back, for the call at `next`.
+void Pool::choose_team(const Job& job, int team, const Place& next) {
+  const bool leaves = next.list + 1 < job.lists.size() && job.host->lasts();
+  if (leaves == (team < job.threads)) return;
+  if (leaves) {
+    leave_at_.store(next.number, std::memory_order_relaxed);
+    return;
+  }
+  resume_list_.store(next.list, std::memory_order_relaxed);
+  resume_call_.store(next.call, std::memory_order_relaxed);
+  resume_number_.store(next.number, std::memory_order_relaxed);
+}
+
+void Pool::call_back() {
+  resumed_.fetch_add(1);  // sequentially consistent, as in `run`
+  resumed_.notify_one();
+}
+
+// Leaves the core to others until a call is to be run by all threads again; which.
+Pool::Place Pool::wait_for_call(uint32_t seen) {
+  wait_for_change(resumed_, seen, 0);
+  return {resume_list_.load(std::memory_order_relaxed), resume_call_.load(std::memory_order_relaxed),
+          resume_number_.load(std::memory_order_relaxed)};
 }
 
 void Pool::start_trace(size_t capacity) {

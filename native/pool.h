@@ -22,11 +22,32 @@ struct CallList {
   uint32_t graph = 0;
 };
 
+// Whether the host has work that the device's next results wait for. It needs a core for that: where every core has a
+// compute thread, a run with one thread less is slower than one with all, and faster than one whose threads wait for the
+// one that the host's thread has taken the core from.
+class HostTurn {
+ public:
+  void begin() { until_ns_.store(now_ns() + kLongest_ns, std::memory_order_relaxed); }
+  void end() { until_ns_.store(0, std::memory_order_relaxed); }
+  bool lasts() const {
+    const int64_t until_ns = until_ns_.load(std::memory_order_relaxed);
+    return until_ns && now_ns() < until_ns;
+  }
+
+ private:
+  // A host that takes longer waits for something else, and is not waited for.
+  static constexpr int64_t kLongest_ns = 1'000'000;
+
+  std::atomic<int64_t> until_ns_{0};
+};
+
 // Something for the caller's thread to do once a run is under way: after the first call of list `list`, or before the run
 // where that has to wait for another caller's; at the latest at its end.
 struct WhenUnderWay {
   std::function<void()> action;
+  std::function<void()> announce;  // where a core can be left to the host, a call earlier: it is free by then
   size_t list = 0;
+  const HostTurn* host = nullptr;  // left a core to while it lasts, see `Pool::run`
 };
 
 class Pool {
@@ -39,7 +60,8 @@ class Pool {
   uint32_t run(const CallList& list, int threads);
 
   // The same for several lists in a row, whose calls need at most `scratch_bytes`. While a trace is on, `number` gets the
-  // run's number there, and else 0.
+  // run's number there, and else 0. Where the threads take all cores, the last of them sits out the calls that begin
+  // while the host's turn lasts, those of the last list apart.
   uint32_t run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number = nullptr,
                const WhenUnderWay* when_under_way = nullptr);
 
@@ -62,12 +84,16 @@ class Pool {
  private:
   struct Job;
   struct Member;
+  struct Place;
 
   void grow(int threads, size_t scratch_bytes);
   void work(Member& self, int index);
   void execute(const Job& job, int index);
   void place_owned_caller(int threads) const;
   void barrier(int threads);
+  void choose_team(const Job& job, int team, const Place& next);
+  void call_back();
+  Place wait_for_call(uint32_t seen);
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<Member>> members_;  // member 0 is whoever calls `run`
@@ -77,6 +103,10 @@ class Pool {
   std::atomic<int> spinning_{0};  // 1 where every thread has a core of its own, else 0: sleep at once
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
+  // Of the run: the number of the call before which its last thread leaves, and the call for which it comes back. Neither
+  // changes before all threads that take part have read it. Number 0, the first call, stands for none.
+  std::atomic<uint32_t> leave_at_{0}, resume_list_{0}, resume_call_{0}, resume_number_{0};
+  alignas(64) std::atomic<uint32_t> resumed_{0};  // how often it was called back
 };
 
 }  // namespace sparkgap

@@ -35,6 +35,7 @@ struct StreamState {
   std::condition_variable finished;  // for the host: a launch has ended
   std::atomic<bool> is_idle{false};  // the thread sleeps, or is about to
   std::atomic<int> num_waiting{0};   // hosts that do
+  HostTurn host;                     // from what a host waited for to its next wait
 
   pid_t process = getpid();
 
@@ -113,7 +114,11 @@ void StreamState::tell_hosts() {
 
 template <class Condition>
 bool StreamState::wait(double timeout_s, Condition condition) {
-  if (condition()) return true;
+  if (condition()) {
+    host.begin();
+    return true;
+  }
+  host.end();
   std::unique_lock lock(waiting);
   num_waiting++;
   const bool holds = finished.wait_for(lock, waiting_time(timeout_s), condition);
@@ -206,7 +211,11 @@ std::shared_ptr<Launch> Stream::launch(std::shared_ptr<Program> program) {
 
 void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
   Pool::own_caller();
-  WhenUnderWay tell{[&shared] { shared->tell_hosts(); }};
+  WhenUnderWay tell{[&shared] { shared->tell_hosts(); },
+                    [&shared] {
+                      if (shared->num_waiting) shared->host.begin();
+                    },
+                    0, &shared->host};
   while (QueuedLaunch* place = shared->wait_for_work(last)) {
     Launch& launch = *place->launch;
     shared->num_taken++;

@@ -10,7 +10,8 @@ from sparkgap.cli import main
 from sparkgap.engine import loading
 from sparkgap.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from sparkgap.rounds.lookup import NOT_FOUND
-from sparkgap.rounds.speculative import CONTEXT_TOO_LONG, SWITCHED_OFF
+from sparkgap.rounds.speculative import CONTEXT_TOO_LONG
+from sparkgap.rounds.verifying import SWITCHED_OFF
 
 from .speculating_model import write_looping_pair, write_random_drafter
 

@@ -311,6 +311,7 @@ struct MarkovStep {
   const int32_t* offsets;
   const float* bias;  // may be null
   int64_t sequences, rank, draft_vocab;
+  int threads;                // most that run a step
   const int64_t* anchors;     // [sequences], of the first step; null later
   const PartialPick* before;  // [threads, sequences], of the step before
   PartialPick* found;         // [threads, sequences]
@@ -322,6 +323,7 @@ struct MarkovStep {
 // The end of a Markov chain: the last step's tokens, and the confidences of all steps.
 struct MarkovEnd {
   const PartialPick* before;  // [threads, sequences]
+  int threads;
   const int64_t* target_ids;
   int64_t sequences, steps;
   const int64_t* anchors;

@@ -204,7 +204,7 @@ void markov_step(const MarkovStep& args, Worker worker) {
     int64_t token;
     if (args.anchors) token = args.anchors[sequence];
     else {
-      const PartialPick pick = found_by_all(args.before, worker.count, args.sequences, sequence);
+      const PartialPick pick = found_by_all(args.before, args.threads, args.sequences, sequence);
       token = token_of(pick, args.target_ids);
       if (worker.index == 0) args.token_ids[sequence] = token, args.scores[sequence] = score_of(pick);
     }
@@ -220,13 +220,17 @@ void markov_step(const MarkovStep& args, Worker worker) {
   else float_blocks<BFloat16>(args, scratch, mine.begin, mine.end);
   for (int64_t sequence = 0; sequence < args.sequences; sequence++)
     args.found[worker.index * args.sequences + sequence] = mine.begin < mine.end ? found_in(scratch.lanes[sequence]) : kNothing;
+  // Threads that sit this step out found nothing; they may be back in the next.
+  if (worker.index == 0)
+    for (int64_t place = worker.count * args.sequences; place < args.threads * args.sequences; place++)
+      args.found[place] = kNothing;
 }
 
 void markov_end(const MarkovEnd& args, Worker worker) {
   const int64_t last = (args.steps - 1) * args.sequences;
   if (worker.index == 0)
     for (int64_t sequence = 0; sequence < args.sequences; sequence++) {
-      const PartialPick pick = found_by_all(args.before, worker.count, args.sequences, sequence);
+      const PartialPick pick = found_by_all(args.before, args.threads, args.sequences, sequence);
       args.token_ids[last + sequence] = token_of(pick, args.target_ids), args.scores[last + sequence] = score_of(pick);
     }
   if (!args.weights) return;

@@ -7,33 +7,26 @@ from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkgap import __version__
 from sparkgap.catalog.checkpoint import Checkpoint
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
+from sparkgap.engine.description import describe
 from sparkgap.engine.engine import Engine
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
 from sparkgap.engine.request import Request
 from sparkgap.engine.scoring import hidden_states, next_token_probabilities
-from sparkgap.engine.speculation import drafting_sequences
 from sparkgap.engine.stats import EngineStats
 from sparkgap.engine.tracing import Recording, record
 from sparkgap.errors import ConfigError, EngineError, PromptError
-from sparkgap.graphs.captured import CapturedPasses
-
-Prompt: TypeAlias = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
-
-Message: TypeAlias = Mapping[str, Any]
-"""One chat message with `role` and `content`."""
+from sparkgap.prompts import Message, Prompt, as_params, as_prompts, prompt_content
 
 
 class LLM:
@@ -108,8 +101,8 @@ class LLM:
             ConfigError: the parameters do not fit the model or the number of prompts.
             EngineError: computing failed.
         """
-        listed = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(listed))
+        listed = as_prompts(prompts)
+        params = as_params(sampling_params, len(listed))
         with self._lock:
             requests = [
                 self._engine.make_request(prompt_content(prompt), p, output_kind="final")
@@ -155,7 +148,7 @@ class LLM:
             EngineError: computing failed (raised by the iterator).
         """
         with self._lock:
-            request = self._engine.make_request(prompt_content(prompt), *_as_params(sampling_params, 1))
+            request = self._engine.make_request(prompt_content(prompt), *as_params(sampling_params, 1))
         return self._iterate(request)
 
     def stream_chat(
@@ -218,37 +211,7 @@ class LLM:
 
     def info(self) -> dict[str, Any]:
         """What is loaded: model, settings as resolved, sizes in bytes."""
-        loaded, target = self._loaded, self._loaded.target
-        cache = loaded.caches[0]
-        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in loaded.caches)
-        return {
-            "version": __version__,
-            "model": loaded.checkpoint.name,
-            "path": str(loaded.checkpoint.path),
-            "format": loaded.checkpoint.format,
-            "architecture": target.config.architecture,
-            "file_bytes": loaded.checkpoint.size_bytes,
-            "device": str(target.device),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "quantization": loaded.quantization,
-            "threads": loaded.threads,
-            "instruction_set": loaded.instruction_set,
-            "weight_bytes_per_token": target.weight_bytes_per_token,
-            "vocab_size": target.config.vocab_size,
-            "eos_token_ids": list(self._engine.model.eos_token_ids),
-            "max_model_len": self._engine.model.max_model_len,
-            "max_num_seqs": self.config.max_num_seqs,
-            "max_num_batched_tokens": self.config.max_num_batched_tokens,
-            "enable_prefix_caching": self.config.enable_prefix_caching,
-            "block_size": cache.block_size,
-            "kv_cache_blocks": cache.num_blocks,
-            "kv_cache_tokens": cache.num_blocks * cache.block_size,
-            "kv_cache_bytes": cache_bytes,
-            "speculation": self._speculation_info(),
-            "drafter_note": loaded.drafter_note,
-            "graphs": self._graphs_info(),
-            "task_pipeline": self._pipeline_info(),
-        }
+        return describe(self._loaded, self.config)
 
     def graph_counts(self) -> dict[str, Any]:
         """Counters of captured passes since the model was loaded.
@@ -264,51 +227,6 @@ class LLM:
     def stats(self) -> EngineStats:
         """What the engine has done and holds: a snapshot, which waits for no step."""
         return self._engine.stats
-
-    def _graphs_info(self) -> dict[str, Any] | None:
-        passes, counters = self._loaded.passes, self._loaded.graph_counters
-        if not isinstance(passes, CapturedPasses):
-            return None
-        return {
-            "captures": counters.captures_at_startup,
-            "capture_ms": counters.capture_ms,
-            "memory_bytes": counters.memory_bytes,
-            "sequences": list(passes.buckets),
-            "context_graph": passes.context_graph,
-        }
-
-    def _pipeline_info(self) -> dict[str, Any]:
-        runner = self._loaded.pipeline
-        if runner is None:
-            return {"active": False, "refused": list(self._loaded.pipeline_refusals)}
-        return {
-            "active": True,
-            "slots": len(runner.pipeline.slots),
-            "memory_bytes": runner.pipeline.nbytes,
-            "refused_rounds": dict(runner.refused),
-        }
-
-    def _speculation_info(self) -> dict[str, Any] | None:
-        chosen, number = self._loaded.speculation, self.config.lookup_tokens
-        if chosen is None:
-            if not number or self.config.speculative_config is None:
-                return None
-            lengths = self.config.speculative_config.lookup_lengths
-            return {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup": lengths}
-        config = chosen.drafter.config
-        settings = config.settings
-        return {
-            "drafter": config.name,
-            "method": settings.method,
-            "num_speculative_tokens": chosen.num_speculative_tokens,
-            "draft_sample_method": chosen.config.draft_sample_method,
-            "disable_by_batch_size": drafting_sequences(chosen, self._loaded.target),
-            "prompt_lookup": chosen.config.lookup_lengths,
-            "parameters": chosen.drafter.num_parameters,
-            "draft_vocab_size": settings.draft_vocab_size,
-            "target_layer_ids": list(settings.target_layer_ids),
-            "max_context_length": chosen.drafter.max_context_length,
-        }
 
     def _render(self, messages: Seq[Message], variables: Mapping[str, Any]) -> dict[str, list[int]]:
         return {"prompt_token_ids": self.tokenizer.encode_chat(messages, **variables)}
@@ -431,35 +349,3 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise ConfigError(f"LLM has no setting {name!r}; {hint}")
-
-
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Seq):
-        raise PromptError(f"prompts must be text, token ids, a mapping or a list of them, got {prompts!r}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item] # token ids of one prompt
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(params: SamplingParams | Seq[SamplingParams] | None, number: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * number
-    if not isinstance(params, Seq) or not all(isinstance(item, SamplingParams) for item in params):
-        raise ConfigError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
-    if len(params) != number:
-        raise ConfigError(f"there are {number} prompts and {len(params)} sampling_params; give one, or one for each")
-    return list(params)
-
-
-def prompt_content(prompt: Prompt) -> str | Seq[int]:
-    """Text or token ids of a prompt in any of its forms."""
-    if isinstance(prompt, Mapping):
-        known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
-        if not known:
-            raise PromptError("a prompt given as a mapping must have prompt or prompt_token_ids")
-        prompt = prompt[known[0]]
-    if isinstance(prompt, str) or (isinstance(prompt, Seq) and not isinstance(prompt, bytes)):
-        return prompt
-    raise PromptError(f"a prompt must be text, token ids or a mapping with one of them, got {prompt!r}")

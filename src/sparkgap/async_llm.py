@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from sparkgap.api import LLM, Message, Prompt, prompt_content
+from sparkgap.api import LLM
 from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
@@ -19,6 +19,7 @@ from sparkgap.engine.request import OutputKind, Request
 from sparkgap.engine.stats import EngineStats
 from sparkgap.engine.thread import EngineThread
 from sparkgap.errors import ConfigError, EngineClosedError, EngineDeadError
+from sparkgap.prompts import Message, Prompt, prompt_content
 
 _LONG_PROMPT_CHARACTERS = 4096
 """Longer texts are encoded in another thread, so that the event loop goes on."""
@@ -384,6 +385,7 @@ def _put_in(loop: asyncio.AbstractEventLoop, batch: Seq[tuple[RequestStream, Req
     """Put outputs in their streams; False when the loop is closed, so that nobody is left to read them."""
 
     def put() -> None:
+        """Hand the batch out, in the event loop's thread."""
         for stream, item in batch:
             stream.put(item)
 

@@ -455,6 +455,44 @@ def test_missing_paths_say_so(path: str) -> None:
         resolve.resolve(path)
 
 
+@pytest.mark.parametrize("find", [resolve.resolve, resolve.resolve_drafter])
+def test_a_link_to_nothing_is_named_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Path]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first").symlink_to("second")
+    (tmp_path / "second").symlink_to("gone/model")
+    (tmp_path / "circle").symlink_to("circle")
+    missing = tmp_path.resolve() / "gone" / "model"
+    for written, link in (
+        ("first", "first"),
+        ("./first", "first"),
+        (str(tmp_path / "first" / "x"), tmp_path / "first"),
+    ):
+        with pytest.raises(ModelNotFoundError) as caught:
+            find(written)
+        assert str(caught.value).startswith(f"{link} is a link to {missing}, which is missing; ")
+    with pytest.raises(ModelNotFoundError, match=r"circle is a link to .*circle, which leads back to itself; "):
+        find("circle")
+    (tmp_path / "gone" / "model").mkdir(parents=True)
+    assert find("first") == Path("first")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user/x"])
+def test_impossible_drafters(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="neither a model name nor a usable path") as caught:
+        resolve.resolve_drafter(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve.absolute_model("./smollm2-135m") == str((tmp_path / "smollm2-135m").resolve())
+    for name in ("smollm2-135m", "SmolLM2-135M", "hf:owner/name", "unknown"):
+        assert resolve.absolute_model(name) == name
+
+
 @pytest.mark.parametrize(
     "name", ["hf:", "hf:owner", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a--b/c", "\0", "x" * 5000, ""]
 )

@@ -117,6 +117,16 @@ def test_truncated_gguf(sparkgap: Callable[..., Any], tmp_path: Path) -> None:
         check_one_line(sparkgap("generate", "hi", "--model", str(file)), "model.gguf")
 
 
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_links_to_nothing(sparkgap: Callable[..., Any], model: str, tmp_path: Path, option: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("gone")
+    given = ["--model", model] if option == "--draft" else []
+    missing = tmp_path.resolve() / "gone"
+    message = f"{link} is a link to {missing}, which is missing"
+    check_one_line(sparkgap("generate", "hi", *given, option, str(link)), message)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))

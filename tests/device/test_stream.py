@@ -2,11 +2,15 @@
 
 import gc
 import math
+import os
 import queue
+import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch
 from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
 from sparkgap.device.stream import CpuProgram, CpuStream
+from sparkgap.device.trace import record_kernels
 from sparkgap.ops.native_kernels import NativeKernels
 
 WAIT_S = 60.0
@@ -170,6 +175,50 @@ def test_whoever_waits_is_woken(threads: int) -> None:
         assert not thread.is_alive()
     assert missed == []
     assert total.item() == 1000
+
+
+@pytest.mark.parametrize("extra_threads", [0, 1])
+def test_a_core_is_left_to_the_host_while_it_works(extra_threads: int) -> None:
+    threads = max(len(os.sched_getaffinity(0)), 2) + extra_threads
+    kernels = NativeKernels(threads=threads)
+    g = torch.Generator().manual_seed(threads)
+    weights = [kernels.prepare_linear(torch.randn(192, 192, generator=g) / 14) for _ in range(12)]
+    first, ones = torch.randn(4, 192, generator=g), torch.ones(192)
+    total, added = torch.zeros(4, 192), torch.zeros(4, 192)
+
+    def compute() -> torch.Tensor:
+        x = first
+        for weight in weights:
+            x = kernels.linear(kernels.rms_norm(x, ones, 1e-5), weight)
+        return x
+
+    layers, keep = CpuGraph(kernels.executor), CpuGraph(kernels.executor)
+    with layers.capture():
+        kernels.executor.add_logits(compute(), total, added)
+    with keep.capture():
+        kernels.executor.convert(added, total)
+    program = CpuProgram([("layers", layers), ("keep", keep)])
+    program.replay()
+    once, expected = total.clone(), torch.zeros(4, 192)
+    total.zero_()
+    stream, draw = CpuStream(), random.Random(0)
+    with record_kernels() as trace:
+        launches = [stream.launch(program) for _ in range(2)]
+        for _ in range(150):
+            assert launches.pop(0).wait(WAIT_S)
+            expected += once
+            end_s = time.perf_counter() + draw.choice([0.0, 1e-5, 1e-4, 4e-4])
+            while time.perf_counter() < end_s:
+                pass
+            launches.append(stream.launch(program))
+        assert all(launch.wait(WAIT_S) and not launch.error for launch in launches)
+    expected += once
+    expected += once
+    assert torch.equal(total, expected)
+    calls = Counter((call.run, call.part, call.call) for call in trace.calls)
+    by_threads = Counter(calls.values())
+    assert set(by_threads) == {threads, threads - 1}, by_threads
+    assert all(count == threads for (_, part, _), count in calls.items() if part == 1)
 
 
 def test_programs_name_their_first_pass() -> None:

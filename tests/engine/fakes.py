@@ -1,7 +1,8 @@
 """A runner and a tokenizer small enough to see through."""
 
 from sparkgap.config import EngineConfig, SamplingParams
-from sparkgap.engine.engine import Engine, ModelLimits
+from sparkgap.engine.engine import Engine
+from sparkgap.engine.intake import ModelLimits
 from sparkgap.rounds.sequence import RoundOutput, SampledToken, TokenLogprobs
 
 VOCAB = 32

@@ -18,8 +18,8 @@ from sparkgap.graphs.family import BUCKETS, row_buckets
 from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.drafter import Drafter
-from sparkgap.ops.kernels import KVCache
 from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.batching import RowSpan, forward_batch
 from sparkgap.rounds.sequence import Sequence
 

@@ -16,8 +16,8 @@ from sparkgap.models.cache import allocate_caches
 from sparkgap.models.decoder import Decoder
 from sparkgap.models.drafter import Drafter
 from sparkgap.models.mtp import MTPDrafter
-from sparkgap.ops.kernels import KVCache
 from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
 from sparkgap.rounds.sequence import Sequence
 

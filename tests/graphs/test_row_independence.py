@@ -14,8 +14,8 @@ from sparkgap.device.cpu import CpuGraph
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
-from sparkgap.ops.kernels import AttentionRows, KVCache
 from sparkgap.ops.native_kernels import ISA_VARIABLE, NativeKernels
+from sparkgap.ops.operands import AttentionRows, KVCache
 
 BLOCK, CONTEXT, ROWS, BLOCK_ROWS = 4, 20, 64, 4
 CAPTURED = (0, 2, 4)

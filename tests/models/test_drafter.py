@@ -31,7 +31,7 @@ from sparkgap.models.drafter import Drafter
 from sparkgap.models.heads import DraftOutput
 from sparkgap.models.loading import load_target
 from sparkgap.ops import TorchKernels
-from sparkgap.ops.kernels import AttentionRows, KVCache
+from sparkgap.ops.operands import AttentionRows, KVCache
 
 TOLERANCE = 1e-4
 BLOCK = 4

@@ -12,7 +12,7 @@ from sparkgap.config import SamplingParams
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.drafter import Drafter
 from sparkgap.models.heads import DraftOutput, Pick, Proposal
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.plain import PlainRunner
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.sequence import PrefillChunk, RoundOutput, Sequence

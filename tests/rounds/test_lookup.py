@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from round_cases import EOS, Driver, caches_for, plain_runner, random_target, sequences_of
 
 from sparkgap.config import SamplingParams
-from sparkgap.rounds.lookup import NOT_FOUND, SWITCHED_OFF, LookupRunner, PromptLookup
+from sparkgap.rounds.lookup import NOT_FOUND, LookupRunner, PromptLookup
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.sequence import Sequence
+from sparkgap.rounds.verifying import SWITCHED_OFF
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 SAMPLED = SamplingParams(temperature=0.3, top_k=3, max_tokens=None)

@@ -159,7 +159,7 @@ def test_blocks_do_not_depend_on_what_is_packed_with_them(target):
 def test_target_pass_gives_the_taps_that_training_reads(target, tiny_target):
     """One prefill through the serving kernels and the lanes' decoding give the same captured states."""
     from sparkgap.catalog.checkpoint import open_checkpoint
-    from sparkgap.ops.kernels import AttentionRows
+    from sparkgap.ops.operands import AttentionRows
     from sparkgap.train.config import ConversationConfig
     from sparkgap.train.conversations import plain_encoding
     from sparkgap.train.generation import ConversationSampler, LaneKernels

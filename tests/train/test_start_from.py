@@ -1,6 +1,8 @@
 """Training starts from the weights of an earlier drafter, whose draft vocabulary may be another."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,34 @@ def test_a_run_starts_where_the_drafter_was(settings, quiet, monkeypatch):
     third = settings("third", network={"draft_vocab_size": 200}, optimization={"steps": 1})
     assert train(second, quiet)["curve"][-1]["held_out"]["accepted"] >= 0.9 * learned
     assert train(third, quiet)["curve"][-1]["held_out"]["accepted"] < 0.9 * learned
+
+
+def test_a_run_continues_from_another_directory(settings, quiet, tmp_path, monkeypatch, tiny_target):
+    """Its inputs are written as they are found from there, and an earlier version's record as it was given."""
+    first = settings("first", optimization={"steps": 1})
+    train(first, quiet)
+    (tmp_path / "turns.txt").write_text("ab\ncd\n")
+    config = settings("second", optimization={"steps": 1}, conversation={"prompts": Path("turns.txt")})
+    (tmp_path / "target").symlink_to(tiny_target)
+    monkeypatch.chdir(tmp_path)
+    train(dataclasses.replace(config, target="./target", start_from=Path("first")), quiet)
+    record = tmp_path / "second" / "work" / "settings.json"
+    kept = json.loads(record.read_text())
+    assert (kept["target"], kept["start_from"]) == (str(tiny_target.resolve()), str((tmp_path / "first").resolve()))
+    (tmp_path / "below" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "below")
+    above = dataclasses.replace(config.conversation, prompts=Path("../turns.txt"))
+    again = dataclasses.replace(config, target="../target", start_from=Path("../first"), conversation=above)
+    train(again, quiet)
+    with pytest.raises(ConfigError, match=r"was begun with start_from = '.*/first', and is now given '.*/below/first'"):
+        train(dataclasses.replace(again, start_from=Path("first")), quiet)
+    record.write_text(json.dumps(kept | {"target": "../target", "start_from": "../first"}))
+    train(again, quiet)
+    shared = dataclasses.replace(settings("third", optimization={"steps": 1}), conversations=Path("../second"))
+    train(dataclasses.replace(shared, conversation=above), quiet)
+    assert json.loads((tmp_path / "third" / "work" / "settings.json").read_text())["conversations"] == str(
+        (tmp_path / "second").resolve()
+    )
 
 
 def _keep_weights(step):

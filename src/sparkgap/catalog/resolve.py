@@ -40,6 +40,18 @@ def resolve(
     return _cached(find_model(model), allow_download, progress, verify)
 
 
+def absolute_model(model: str) -> str:
+    """A name as it is, and a path so that it means the same from every directory.
+
+    Raises:
+        ModelNotFoundError: a path to nothing, or to no model.
+    """
+    if model.startswith(_HUB_PREFIX) or model.lower() in MODELS:
+        return model
+    path = _existing_path(model)
+    return model if path is None else str(path.resolve())
+
+
 def resolve_drafter(model: str, *, allow_download: bool = True, progress: ProgressReporter | None = None) -> Path:
     """The directory of a draft model.
 
@@ -51,7 +63,7 @@ def resolve_drafter(model: str, *, allow_download: bool = True, progress: Progre
         ModelNotFoundError, DownloadError: as `resolve`.
         UnsupportedModelError: it is a file.
     """
-    if not Path(model).expanduser().exists() and ":" not in model:
+    if ":" not in model and not _path_and_presence(model)[1]:
         raise ModelNotFoundError(f"no drafter directory {model}; give a directory or hf:owner/name")
     path = resolve(model, allow_download=allow_download, progress=progress)
     if not path.is_dir():
@@ -70,11 +82,7 @@ def _existing_path(model: str) -> Path | None:
     """The path if `model` is one; None if it can only be a name."""
     if not model.strip():
         raise ModelNotFoundError(f"{model!r} is not a model; give a name, a directory, a .gguf file or hf:owner/name")
-    try:
-        path = Path(model).expanduser()
-        exists = path.exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"{model!r} is neither a model name nor a usable path") from error
+    path, exists = _path_and_presence(model)
     looks_like_path = any(separator in model for separator in (os.sep, "/", "\\")) or model.startswith((".", "~"))
     if exists and (path.is_dir() or path.suffix.lower() == ".gguf"):
         return path
@@ -84,6 +92,26 @@ def _existing_path(model: str) -> Path | None:
         hint = f"; for a hub repository write {_HUB_PREFIX}{model}" if _HUB_ID.fullmatch(model) else ""
         raise ModelNotFoundError(f"no such model directory or file: {model}{hint}")
     return None
+
+
+def _path_and_presence(model: str) -> tuple[Path, bool]:
+    """`model` as a path, and whether something is there.
+
+    Raises:
+        ModelNotFoundError: it can be no path, or is or goes through a link to nothing.
+    """
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path, True
+        broken = next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"{model!r} is neither a model name nor a usable path") from error
+    if broken is None:
+        return path, False
+    end = os.path.realpath(broken)
+    what = "which leads back to itself" if os.path.islink(end) else "which is missing"
+    raise ModelNotFoundError(f"{broken} is a link to {end}, {what}; make the link anew, or give the model's own path")
 
 
 def _cached(model: NamedModel, allow_download: bool, progress: ProgressReporter, verify: bool) -> Path:
@@ -144,4 +172,4 @@ def _fetch_first(model: NamedModel, staging: Path, progress: ProgressReporter) -
     )
 
 
-__all__ = ["STAMP_NAME", "model_file", "resolve", "resolve_drafter"]
+__all__ = ["STAMP_NAME", "absolute_model", "model_file", "resolve", "resolve_drafter"]

@@ -145,7 +145,7 @@ def train(
         workers=workers,
         seed=seed,
         evaluation_prompts=evaluation_prompts,
-        conversations=None if conversations is None else conversations.resolve(),
+        conversations=conversations,
         start_from=start_from,
         conversation=ConversationConfig(
             answer_tokens=answer_tokens,

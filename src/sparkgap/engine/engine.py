@@ -5,41 +5,23 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from sparkgap.config import EngineConfig, FinishReason, SamplingParams
 from sparkgap.engine.blocks import BlockManager
 from sparkgap.engine.completion import Completion
 from sparkgap.engine.detokenizer import Tokenizer
+from sparkgap.engine.intake import Intake, ModelLimits
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.pacing import PrefillPacer
 from sparkgap.engine.prefix import PrefixCache
 from sparkgap.engine.request import OutputKind, Request
 from sparkgap.engine.scheduler import Schedule, Scheduler
 from sparkgap.engine.stats import EngineCounters, EngineStats
-from sparkgap.errors import ConfigError, EngineError, PromptError, QueueFullError
+from sparkgap.errors import ConfigError, EngineError, QueueFullError
 from sparkgap.rounds.pipeline.runner import PipelinedRunner
-from sparkgap.rounds.random import MASK_64, derive_seed
 from sparkgap.rounds.sequence import RoundOutput, Runner, Sequence
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What the engine must know of the model it serves.
-
-    Attributes:
-        name: named in errors.
-        vocab_size: ids below it are tokens.
-        eos_token_ids: tokens that end a sequence.
-        max_model_len: most positions of a sequence.
-    """
-
-    name: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
 
 
 class Engine:
@@ -86,13 +68,12 @@ class Engine:
             num_rounds_ahead=runner.num_rounds_ahead if isinstance(runner, PipelinedRunner) else 1,
         )
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
+        self._intake = Intake(tokenizer, model, self.scheduler, config.seed)
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Completion]] = {}
         self._moved: dict[str, Request] = {}
         self._deadlines: dict[str, float] = {}
         self._num_queued = 0
-        self._num_requests = 0
-        self._num_sequences = 0
         self._counters = EngineCounters()
         self._stats = self._snapshot()
 
@@ -123,26 +104,7 @@ class Engine:
             PromptError: the prompt is empty, too long, or has ids that are no tokens.
             ConfigError: a parameter does not fit the model.
         """
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        params.check_vocabulary(self.model.vocab_size)
-        # The length first: looking at each token of a prompt that is far too long takes long itself.
-        max_tokens = self._max_tokens(len(token_ids), params)
-        self._check_prompt(token_ids)
-        number = self._num_requests
-        self._num_requests += 1
-        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed & MASK_64
-        return Request(
-            request_id=f"request-{number}" if request_id is None else request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            completions=[
-                self._make_completion(i, token_ids, params, seed if i == 0 else derive_seed(seed, i), max_tokens)
-                for i in range(params.n)
-            ],
-            output_kind=output_kind,
-        )
+        return self._intake.make_request(prompt, params, request_id=request_id, output_kind=output_kind)
 
     def add(self, request: Request) -> None:
         """Queue a request; its clock starts.
@@ -293,53 +255,6 @@ class Engine:
                 if request.finished:
                     self._drop(request)
         self.scheduler.restart(completion.sequence for _, completion in self._owners.values())
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise PromptError("the prompt is empty: it has no tokens")
-        for token_id in token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise PromptError(f"the prompt has {token_id!r} where a token id must be")
-            if not 0 <= token_id < self.model.vocab_size:
-                raise PromptError(
-                    f"the prompt has token id {token_id}, outside {self.model.name}'s vocabulary of "
-                    f"{self.model.vocab_size} tokens"
-                )
-
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most output tokens, within the context."""
-        context = self.model.max_model_len
-        if num_prompt_tokens >= context:
-            raise PromptError(
-                f"the prompt has {num_prompt_tokens} tokens and max_model_len is {context}, which must leave room "
-                "for output; shorten the prompt or raise max_model_len"
-            )
-        room = context - num_prompt_tokens
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.min_tokens > max_tokens:
-            raise ConfigError(
-                f"min_tokens is {params.min_tokens}, and after a prompt of {num_prompt_tokens} tokens "
-                f"max_model_len {context} leaves room for {room}"
-            )
-        blocks = self.scheduler.blocks
-        needed = self.scheduler.most_blocks(num_prompt_tokens + max_tokens)
-        if needed > blocks.num_blocks:
-            raise PromptError(
-                f"a prompt of {num_prompt_tokens} tokens with {max_tokens} output tokens needs {needed} KV blocks "
-                f"of {blocks.block_size} positions, and the cache has {blocks.num_blocks}; lower max_tokens or "
-                "raise kv_cache_memory_bytes"
-            )
-        return max_tokens
-
-    def _make_completion(
-        self, index: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, max_tokens: int
-    ) -> Completion:
-        sequence = Sequence(self._num_sequences, params, seed, prompt_token_ids, max_output_tokens=max_tokens)
-        # One completion's are those of all.
-        if params.prompt_logprobs is not None and index == 0:
-            sequence.prompt_logprobs = []
-        self._num_sequences += 1
-        return Completion(index, sequence, max_tokens, self.tokenizer, self.model.eos_token_ids)
 
     def _check_queue(self) -> None:
         limit = self.config.max_queued_requests

@@ -13,7 +13,8 @@ from sparkgap.catalog.progress import ProgressReporter
 from sparkgap.catalog.quantization import CheckpointQuantization
 from sparkgap.config import EngineConfig, SpeculativeConfig
 from sparkgap.device.host import available_memory_bytes, usable_cores
-from sparkgap.engine.engine import Engine, ModelLimits
+from sparkgap.engine.engine import Engine
+from sparkgap.engine.intake import ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
 from sparkgap.engine.speculation import ChosenDrafter, drafting_sequences, find_drafter, find_shipped_drafter

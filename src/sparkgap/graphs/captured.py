@@ -16,7 +16,7 @@ from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import Draft, Target
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 
 TOO_MANY_SEQUENCES = "more sequences than the largest graph"
 """Reason for an eager pass: no graph has so many sequences."""

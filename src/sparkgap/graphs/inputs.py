@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.ops.kernels import AttentionRows
+from sparkgap.ops.operands import AttentionRows
 
 
 def _fill(buffer: Tensor, values: Tensor, end: int, padding: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import Draft, DraftNetwork, Target
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 
 
 @dataclass(frozen=True)

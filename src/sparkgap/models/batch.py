@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkgap.ops.kernels import AttentionRows
+from sparkgap.ops.operands import AttentionRows
 
 
 @dataclass(frozen=True)

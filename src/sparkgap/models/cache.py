@@ -6,7 +6,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 
 
 def cache_block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:

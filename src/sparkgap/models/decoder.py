@@ -8,7 +8,8 @@ from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch, ForwardResult
 from sparkgap.models.config import ModelConfig
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, RotaryTable
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from sparkgap.models.drafter_base import DescribedDrafter
 from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.models.drafter_loading import DrafterWeights, load_drafter_weights
 from sparkgap.models.heads import DraftOutput, Pick, Proposal, propose
-from sparkgap.ops.kernels import Kernels, KVCache, RotaryTable
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import KVCache, RotaryTable
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.models.heads import load_heads
 from sparkgap.models.rope import rotary_table
 from sparkgap.ops.draft import DraftHeads
-from sparkgap.ops.kernels import Kernels, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import LinearWeight, RotaryTable
 
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"

@@ -9,7 +9,8 @@ from torch import Tensor
 from sparkgap.catalog.drafter_settings import DrafterSettings
 from sparkgap.catalog.weights import WeightSource, read_weight
 from sparkgap.ops.draft import DraftHeads
-from sparkgap.ops.kernels import Kernels, LinearWeight
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import LinearWeight
 
 Pick = Callable[[int, Tensor], Tensor]
 """Takes a step's number and its logits float32 `[sequences, draft_vocab]`; gives draft ids int64 `[sequences]`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch, ForwardResult
 from sparkgap.models.heads import Pick, Proposal
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 
 
 class Target(Protocol):

@@ -14,7 +14,8 @@ from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder, DecoderLayer
 from sparkgap.models.prepared import PreparedWeights
 from sparkgap.models.rope import rotary_table
-from sparkgap.ops.kernels import Kernels, LinearWeight, QuantizedWeight
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import LinearWeight, QuantizedWeight
 
 _EMBEDDING = "model.embed_tokens"
 _LM_HEAD = "lm_head"

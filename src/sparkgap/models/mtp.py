@@ -23,7 +23,8 @@ from sparkgap.models.drafter_base import DescribedDrafter
 from sparkgap.models.drafter_config import DrafterConfig
 from sparkgap.models.drafter_loading import DraftLoader, draft_rotary
 from sparkgap.models.heads import Pick, Proposal
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, RotaryTable
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, RotaryTable
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from sparkgap.catalog.packed_files import PackedFile, write_packed
-from sparkgap.ops.kernels import Kernels, LinearWeight
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import LinearWeight
 
 
 class PreparedWeights:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkgap.catalog.keys import Keys, shown
 from sparkgap.config import is_finite
 from sparkgap.errors import CheckpointError, UnsupportedModelError
-from sparkgap.ops.kernels import RotaryTable
+from sparkgap.ops.operands import RotaryTable
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 """Variants that the engine computes."""

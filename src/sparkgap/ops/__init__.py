@@ -3,8 +3,9 @@
 import torch
 
 from sparkgap.ops.draft import DraftChain, DraftHeads, DraftStep
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
+from sparkgap.ops.kernels import Kernels
 from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.ops.w8a8 import Quantization
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparkgap.ops.kernels import LinearWeight
+    from sparkgap.ops.operands import LinearWeight
 
     Linear = Callable[[Tensor, LinearWeight], Tensor]
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparkgap.ops.kernels import AttentionRows, Kernels, KVCache, LinearWeight, QuantizedWeight, RotaryTable
+from sparkgap.ops.kernels import Kernels
+from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, QuantizedWeight, RotaryTable
 from sparkgap.ops.w8a8 import Quantization, QuantizedLinearWeight, linear_w8a8, quantize_weight
 
 _FUSED_ATTENTION_ROWS = 32

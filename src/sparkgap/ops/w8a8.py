@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.errors import CheckpointError
-from sparkgap.ops.kernels import LinearWeight, QuantizedWeight
+from sparkgap.ops.operands import LinearWeight, QuantizedWeight
 
 Quantization = Literal["w8a8"]
 """How kernels quantize weights that come in floating point."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.ops.kernels import AttentionRows
+from sparkgap.ops.operands import AttentionRows
 from sparkgap.rounds.sequence import Sequence
 
 

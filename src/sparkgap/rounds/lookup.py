@@ -11,18 +11,14 @@ import torch
 
 from sparkgap.graphs.passes import Passes
 from sparkgap.models.interfaces import Target
-from sparkgap.ops.kernels import KVCache
-from sparkgap.rounds.batching import RowSpan, forward_batch
-from sparkgap.rounds.plain import PlainRunner
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.sampling import Sampler
 from sparkgap.rounds.sequence import RoundOutput, Sequence
-from sparkgap.rounds.verification import Drafted, exact_match
+from sparkgap.rounds.verification import Drafted
+from sparkgap.rounds.verifying import SWITCHED_OFF, VerifyingRunner
 
 NOT_FOUND = "the last tokens stood nowhere before"
 """Reason for a plain round."""
-
-SWITCHED_OFF = "switched off for the request"
-"""Reason for a plain round: the request's parameters say so."""
 
 
 @dataclass
@@ -85,14 +81,12 @@ class PromptLookup:
                     index.ends[length][tuple(known[end + 1 - length : end + 1])] = end
 
 
-class LookupRunner(PlainRunner):
+class LookupRunner(VerifyingRunner):
     """Runs a target and verifies what `PromptLookup` finds, by exact match: the output is that of plain decoding.
 
     Args:
-        target, caches, sampler, passes: as `PlainRunner`.
+        target, caches, sampler, num_speculative_tokens, max_model_len, passes: as `VerifyingRunner`.
         lookup: finds drafts.
-        num_speculative_tokens: draft tokens a round (N).
-        max_model_len: most positions of a sequence; rows beyond write no KV.
     """
 
     def __init__(
@@ -105,10 +99,8 @@ class LookupRunner(PlainRunner):
         max_model_len: int,
         passes: Passes | None = None,
     ) -> None:
-        super().__init__(target, caches, sampler, passes)
+        super().__init__(target, caches, sampler, num_speculative_tokens, max_model_len, passes)
         self.lookup = lookup
-        self.num_speculative_tokens, self.max_model_len = num_speculative_tokens, max_model_len
-        self.num_lookahead_tokens = num_speculative_tokens + 1
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
@@ -116,7 +108,7 @@ class LookupRunner(PlainRunner):
         drafts = [self._draft(sequence) for sequence in sequences]
         drafted = [draft for draft in drafts if isinstance(draft, Drafted)]
         plain = [s for s, draft in zip(sequences, drafts, strict=True) if isinstance(draft, str)]
-        from_rounds = iter(self._round(drafted) if drafted else [])
+        from_rounds = iter(self._verify(drafted) if drafted else [])
         from_plain = iter(super().decode(plain) if plain else [])
         return [
             next(from_rounds) if isinstance(draft, Drafted) else replace(next(from_plain), not_speculated=draft)
@@ -134,27 +126,3 @@ class LookupRunner(PlainRunner):
             return SWITCHED_OFF
         found = self.lookup.continuation(sequence, self.num_speculative_tokens)
         return NOT_FOUND if found is None else Drafted(sequence, found)
-
-    def _round(self, drafted: Seq[Drafted]) -> list[RoundOutput]:
-        spans = [
-            RowSpan(d.sequence, d.sequence.num_computed_tokens, [d.sequence.output_token_ids[-1], *d.token_ids])
-            for d in drafted
-        ]
-        batch = forward_batch(spans, self._block_size, self.target.device, self.max_model_len)
-        output = self.passes.decode(batch)
-        assert output.logits is not None
-        settlements = exact_match(self.sampler, output.logits, drafted)
-        outputs = []
-        for draft, settlement in zip(drafted, settlements, strict=True):
-            if settlement.error is not None:
-                outputs.append(RoundOutput(error=settlement.error))
-                continue
-            draft.sequence.num_computed_tokens += settlement.num_accepted + 1
-            outputs.append(
-                RoundOutput(
-                    settlement.tokens,
-                    num_draft_tokens=self.num_speculative_tokens,
-                    num_accepted_tokens=settlement.num_accepted,
-                )
-            )
-        return outputs

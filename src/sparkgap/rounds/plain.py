@@ -10,7 +10,7 @@ from sparkgap.errors import EngineError
 from sparkgap.graphs.passes import Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.interfaces import Target
-from sparkgap.ops.kernels import KVCache
+from sparkgap.ops.operands import KVCache
 from sparkgap.rounds.batching import RowSpan, forward_batch
 from sparkgap.rounds.logits import SamplingRow
 from sparkgap.rounds.sampling import Sampler, token_logprobs

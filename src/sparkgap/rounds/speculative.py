@@ -28,16 +28,16 @@ from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.heads import Proposal
 from sparkgap.models.interfaces import DraftNetwork, Target
-from sparkgap.ops.kernels import KVCache
-from sparkgap.rounds.batching import RowSpan, block_tables, forward_batch
+from sparkgap.ops.operands import KVCache
+from sparkgap.rounds.batching import RowSpan, block_tables
 from sparkgap.rounds.draft_length import DOES_NOT_PAY, DraftLengthPolicy
 from sparkgap.rounds.logits import probabilities
-from sparkgap.rounds.lookup import SWITCHED_OFF, PromptLookup
-from sparkgap.rounds.plain import PlainRunner
+from sparkgap.rounds.lookup import PromptLookup
 from sparkgap.rounds.random import Purpose
 from sparkgap.rounds.sampling import Sampler, draw
 from sparkgap.rounds.sequence import RoundOutput, SampledToken, Sequence
-from sparkgap.rounds.verification import Drafted, Settlement, exact_match, rejection
+from sparkgap.rounds.verification import Drafted, Settlement
+from sparkgap.rounds.verifying import SWITCHED_OFF, VerifyingRunner
 
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 
@@ -83,7 +83,7 @@ class Speculation:
         return DraftModel(self.drafter, self.caches, self.num_speculative_tokens)
 
 
-class SpeculativeRunner(PlainRunner):
+class SpeculativeRunner(VerifyingRunner):
     """Runs a target with a drafter; a sequence that it does not draft for takes plain rounds, with the reason."""
 
     def __init__(
@@ -94,9 +94,15 @@ class SpeculativeRunner(PlainRunner):
         speculation: Speculation,
         passes: Passes | None = None,
     ) -> None:
-        super().__init__(target, caches, sampler, passes or Passes(target, caches, speculation.draft_model))
+        super().__init__(
+            target,
+            caches,
+            sampler,
+            speculation.num_speculative_tokens,
+            speculation.max_model_len,
+            passes or Passes(target, caches, speculation.draft_model),
+        )
         self.speculation = speculation
-        self.num_lookahead_tokens = speculation.num_speculative_tokens + 1
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence]) -> list[RoundOutput]:
@@ -195,29 +201,6 @@ class SpeculativeRunner(PlainRunner):
         finite = proposal.scores.isfinite().all(-1).tolist()
         return self._verify(drafted, finite, None if draft_probabilities is None else draft_probabilities[:, :length])
 
-    def _verify(
-        self, drafted: Seq[Drafted], finite: Seq[bool] | None = None, draft_probabilities: Tensor | None = None
-    ) -> list[RoundOutput]:
-        """Verify and settle drafts of one length, and update contexts.
-
-        Args:
-            drafted: sequences and their draft tokens.
-            finite: whether each draft's logits were finite numbers; None where no drafter proposed them.
-            draft_probabilities: as `_propose`.
-        """
-        batch = self._verification_batch(drafted)
-        output = self.passes.decode(batch)
-        assert output.logits is not None
-        if draft_probabilities is None:
-            settlements = exact_match(self.sampler, output.logits, drafted)
-        else:
-            settlements = rejection(self.sampler, output.logits, drafted, draft_probabilities)
-        self._commit(drafted, settlements, output, batch)
-        return [
-            self._output(settlement, len(draft.token_ids), is_finite)
-            for draft, settlement, is_finite in zip(drafted, settlements, finite or [True] * len(drafted), strict=True)
-        ]
-
     def _propose(self, sequences: Seq[Sequence], anchors: Tensor, sampled: bool) -> tuple[Proposal, Tensor | None]:
         """Draft tokens, with the distribution they are drawn from when it is needed.
 
@@ -250,42 +233,14 @@ class SpeculativeRunner(PlainRunner):
         vocabulary = torch.zeros(*chosen_from.shape[:2], drafter.vocab_size, device=chosen_from.device)
         return proposal, vocabulary.index_copy_(2, drafter.target_ids, chosen_from)
 
-    def _verification_batch(self, drafted: Seq[Drafted]) -> ForwardBatch:
-        """Anchor and draft tokens of each sequence, as many rows of each."""
-        spans = [
-            RowSpan(
-                draft.sequence,
-                draft.sequence.num_computed_tokens,
-                [draft.sequence.output_token_ids[-1], *draft.token_ids],
-            )
-            for draft in drafted
-        ]
-        return forward_batch(spans, self._block_size, self.target.device, self.speculation.max_model_len)
-
-    def _commit(
-        self, drafted: Seq[Drafted], settlements: Seq[Settlement], output: TargetOutput, batch: ForwardBatch
-    ) -> None:
-        """Advance the sequences and write the context KV of the accepted rows."""
+    def _after_verification(self, settlements: Seq[Settlement], output: TargetOutput, batch: ForwardBatch) -> None:
+        """Write the context KV of the accepted rows."""
         accepted = self._integers([settlement.num_accepted for settlement in settlements])
-        width = len(drafted[0].token_ids) + 1
+        width = batch.attention.max_rows
         row = torch.arange(width, device=accepted.device)
         rejected = (row > accepted[:, None]).flatten()
         following = [token_id for settlement in settlements for token_id in _padded(settlement.tokens, width)]
         self._update_context(output, batch.attention.positions, batch.slots.masked_fill(rejected, -1), following)
-        for draft, settlement in zip(drafted, settlements, strict=True):
-            draft.sequence.num_computed_tokens += settlement.num_accepted + 1
-
-    def _output(self, settlement: Settlement, num_draft_tokens: int, drafter_is_finite: bool) -> RoundOutput:
-        error = settlement.error
-        if error is None and not drafter_is_finite:
-            error = self.drafter_not_finite()
-        if error is not None:
-            return RoundOutput(error=error)
-        return RoundOutput(
-            settlement.tokens,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=settlement.num_accepted,
-        )
 
     def drafter_not_finite(self) -> EngineError:
         """See `PlainRunner.drafter_not_finite`."""

@@ -15,7 +15,7 @@ from sparkgap.models.batch import ForwardBatch
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.config import ModelConfig
 from sparkgap.models.decoder import Decoder
-from sparkgap.ops.kernels import AttentionRows, KVCache, LinearWeight
+from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight
 from sparkgap.ops.torch_kernels import TorchKernels
 from sparkgap.train.config import ConversationConfig
 from sparkgap.train.openers import opener

@@ -1,6 +1,7 @@
-"""Reading the files that a training run keeps in `work/`, any of which may be damaged."""
+"""The files that a training run keeps in `work/`, any of which may be damaged when it is read again."""
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ def read_kept_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise damaged(path, "no JSON object", remedy)
     return value
+
+
+def write_kept_json(path: Path, content: Any) -> None:
+    """Write JSON to a file, which is there as a whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, path)
 
 
 def read_kept_tensors(path: Path, names: Collection[str], remedy: str) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ Everything is kept, so that running the same command again continues where it st
 """
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable
@@ -32,13 +31,14 @@ from sparkgap.train.evaluation_stage import evaluate
 from sparkgap.train.export import drafter_settings, export
 from sparkgap.train.features import Example, Examples, layer_columns
 from sparkgap.train.generation import LaneKernels
-from sparkgap.train.kept import read_kept_json, read_kept_tensors
+from sparkgap.train.kept import read_kept_tensors, write_kept_json
 from sparkgap.train.loop import Trainer
 from sparkgap.train.memory import check_memory, keep_freed_memory
 from sparkgap.train.mtp_network import MtpNetwork
 from sparkgap.train.network import DraftNetwork
 from sparkgap.train.progress import Progress
 from sparkgap.train.recipes import BlockRecipe, MtpRecipe, Recipe
+from sparkgap.train.recorded import check_settings, plain, settings_to_record, with_absolute_paths
 from sparkgap.train.shared import TARGET_FILE, SharedConversations, open_shared, shared_shards
 from sparkgap.train.start import start
 from sparkgap.train.start_from import check_sizes, copy_weights
@@ -49,12 +49,6 @@ _SCALED_CONVERSATIONS = 64
 
 _BEGIN_AGAIN = "remove it and state.pt beside it, and training begins again"
 
-_MAY_CHANGE = {
-    "out", "threads", "evaluation_prompts", "conversation.answer_tokens", "optimization.steps",
-    "optimization.evaluation_interval", "optimization.checkpoint_interval_s",
-}  # fmt: skip
-"""Settings that a run may be continued with other values of."""
-
 
 def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     """Make a drafter; returns the report, which is also written.
@@ -62,9 +56,10 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     Raises:
         SparkgapError: bad input, or memory or disk that will not do.
     """
-    work, asked = config.out / "work", config
+    given, config = config, with_absolute_paths(config)
+    work, asked = config.out / "work", settings_to_record(config)
     shared = _shared(config)
-    _check_settings(work / "settings.json", config)
+    check_settings(work / "settings.json", asked, given)
     if shared is not None:
         config = dataclasses.replace(config, conversation=shared.sampling)
     if config.evaluation_prompts is not None:
@@ -84,7 +79,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     if initial is not None:
         check_sizes(initial, config, target.config)
     work.mkdir(parents=True, exist_ok=True)
-    _write_json(work / "settings.json", _plain(asked))
+    write_kept_json(work / "settings.json", asked)
     examples = _conversations(config, shared, target, identity, workers, template, checkpoint.tokenizer, progress)
     sampled = time.monotonic()
     held_out, learned = _split(examples, config.optimization.held_out_conversations)
@@ -110,7 +105,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
     trained_network = trainer.inference_network()
     size = export(config.out, trained_network, vocabulary, settings, checkpoint.name, architectures)
     report: dict[str, Any] = {
-        "settings": _plain(config),
+        "settings": plain(config),
         "target": {"name": checkpoint.name, "architecture": target.config.architecture},
         "conversations": len(examples.items),
         "answer_tokens": examples.answer_tokens,
@@ -136,7 +131,7 @@ def train(config: TrainConfig, progress: Progress) -> dict[str, Any]:
             verifier=checkpoint.name,
             verifier_architectures=architectures,
         )
-    _write_json(config.out / "report.json", report)
+    write_kept_json(config.out / "report.json", report)
     progress.log(f"drafter and report.json are in {config.out}")
     return report
 
@@ -180,45 +175,6 @@ def _set_weights(
         trainer.progress.log(f"starting from the weights of {initial.name}")
     elif isinstance(network, DraftNetwork):
         start(network, examples, list(trainer.train_examples), trainer.seed)
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    """Settings in JSON's types."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return plain
-
-
-def _write_json(path: Path, content: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
-def _check_settings(path: Path, config: TrainConfig) -> None:
-    """Refuse to continue a run with other settings than it was begun with, which would mix two runs.
-
-    Raises:
-        ConfigError: naming the setting, its value then and now.
-    """
-    now = _plain(config)
-    if path.exists():
-        # A run may be older than a setting: it was then begun with what is now the setting's default.
-        defaults = _flat(_plain(TrainConfig(config.target, config.out)))
-        remedy = "use another directory, or remove the file and give the settings that the run was begun with"
-        before = defaults | _flat(read_kept_json(path, remedy))
-        for key, value in _flat(now).items():
-            if key not in _MAY_CHANGE and before[key] != value:
-                raise ConfigError(
-                    f"{path.parent.parent} was begun with {key} = {before[key]!r}, and is now given {value!r}"
-                    "; use the same settings to continue it, or another directory"
-                )
 
 
 def _device(name: str) -> torch.device:
@@ -275,7 +231,7 @@ def _conversations(
         progress.log(f"{len(paths)} files of conversations from {shared.run}")
         return Examples(paths, layer_columns(shared.layer_ids, wanted, model.hidden_size))
     check_memory(model, config.conversation, workers, target.device)
-    _write_json(work / TARGET_FILE, identity.to_json())
+    write_kept_json(work / TARGET_FILE, identity.to_json())
     sampling, top_k = config.conversation, config.features.top_k
     examples = Examples(columns=layer_columns(captured, wanted, model.hidden_size))
     collect(

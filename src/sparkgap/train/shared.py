@@ -1,7 +1,6 @@
 """Conversations of another run, so that one set of them trains several drafters. They are only read."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from sparkgap.errors import ConfigError
 from sparkgap.train.config import ConversationConfig, FeatureConfig, NetworkConfig, TrainConfig
 from sparkgap.train.conversations import shard_path
 from sparkgap.train.features import Examples
-from sparkgap.train.kept import damaged, read_kept_json
+from sparkgap.train.kept import damaged, read_kept_json, write_kept_json
 
 _Settings = TypeVar("_Settings", ConversationConfig, FeatureConfig)
 
@@ -99,9 +98,7 @@ def shared_shards(shared: SharedConversations, record: Path) -> list[Path]:
         raise ConfigError(f"{directory} has no conversations yet")
     if count is None and shared.wanted_tokens is not None:
         paths = _enough(directory, paths, shared.wanted_tokens)
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps({"run": str(shared.run), "shards": len(paths)}) + "\n")
-    os.replace(partial, record)
+    write_kept_json(record, {"run": str(shared.run), "shards": len(paths)})
     return paths
 
 
@@ -124,16 +121,11 @@ def _enough(directory: Path, paths: list[Path], wanted_tokens: int) -> list[Path
 
 def _recorded_settings(run: Path) -> dict[str, Any]:
     path = run / "work" / "settings.json"
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not os.path.lexists(path):
         raise ConfigError(
-            f"{run} is not the directory of a training run with conversations: {path} cannot be read ({error.strerror})"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, str(error), _NEW_CONVERSATIONS) from error
-    if not isinstance(recorded, dict):
-        raise damaged(path, "no JSON object", _NEW_CONVERSATIONS)
+            f"{run} is not the directory of a training run with conversations: {path} is not there or cannot be reached"
+        )
+    recorded = read_kept_json(path, _NEW_CONVERSATIONS)
     for name in ("conversation", "features", "network"):
         if not isinstance(recorded.get(name, {}), dict):
             raise damaged(path, f"{name} is no JSON object", _NEW_CONVERSATIONS)
@@ -165,7 +157,7 @@ def _merge(
         ours, default = getattr(given, field.name), field.default
         theirs = found.get(field.name, default)
         if field.name == "prompts":
-            theirs = None if theirs is None else Path(theirs)
+            theirs = None if theirs is None else Path(theirs).resolve()
         if field.name not in skip and field.name != "answer_tokens" and ours not in (default, theirs):
             raise ConfigError(
                 f"the conversations of {run} were made with {name}.{field.name} = {theirs!r}, and {ours!r} is asked for"

@@ -49,6 +49,7 @@ async def run_load(
     started_s = time.perf_counter()
 
     async def send(request: LoadRequest) -> Answer:
+        """Wait for the request's arrival and a place, then for its answer."""
         nonlocal num_open, peak
         arrived_s = None
         if request.arrival_s is not None:

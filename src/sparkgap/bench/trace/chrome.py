@@ -91,6 +91,7 @@ class _Writer:
         self._origin_ns = origin_ns
 
     def track_names(self, recording: Recording, name: str) -> Iterator[Event]:
+        """What viewers call the recording's processes and tracks, and their order."""
         threads = sorted({call.thread for call in recording.kernels})
         tracks = {
             ROUNDS: ["decode rounds"],
@@ -110,11 +111,13 @@ class _Writer:
                 yield self._metadata(process, thread, "thread_sort_index", {"sort_index": thread})
 
     def kernels(self, calls: Sequence[KernelCall]) -> Iterator[Event]:
+        """A slice for each thread's part of each kernel call, on the thread's track."""
         for call in calls:
             facts = {"graph": call.graph or OPERATIONS, "run": call.run, "call": call.call}
             yield self._slice(KERNELS, call.thread, call.kind, call.begin_ns, call.end_ns, facts)
 
     def graphs(self, calls: Sequence[KernelCall]) -> Iterator[Event]:
+        """A slice for each replay of a graph and each single operation, over all of its calls and threads."""
         for (run, _), part in groupby(sorted(calls, key=_run_and_part), key=_run_and_part):
             listed = list(part)
             span, first = span_of(listed), listed[0]
@@ -124,10 +127,12 @@ class _Writer:
             yield self._slice(GRAPHS, track, name, span.begin_ns, span.end_ns, facts)
 
     def host(self, calls: Sequence[HostCall]) -> Iterator[Event]:
+        """A slice for each call on the host."""
         for call in calls:
             yield self._slice(HOST, 0, call.name, call.begin_ns, call.end_ns)
 
     def rounds(self, rounds: Sequence[TracedRound]) -> Iterator[Event]:
+        """A slice for each round, from its first kernel call to the last one's end."""
         for round_ in rounds:
             end_ns = max(span_of(calls).end_ns for calls in round_.stages.values())
             facts = {} if round_.slot is None else {"slot": round_.slot}

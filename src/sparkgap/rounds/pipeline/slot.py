@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparkgap.models.batch import ForwardBatch
-from sparkgap.ops.kernels import AttentionRows
+from sparkgap.ops.operands import AttentionRows
 from sparkgap.ops.rounds import RoundStatus
 from sparkgap.rounds.drawing import SamplingNumbers, as_int64
 from sparkgap.rounds.sequence import Sequence
