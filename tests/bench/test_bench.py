@@ -19,7 +19,7 @@ from sparkgap.config import EXECUTION_MODES
 from sparkgap.errors import ConfigError, PromptError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.passes import Passes
-from sparkgap.rounds import speculative
+from sparkgap.rounds import verifying
 from sparkgap.rounds.sequence import SampledToken
 from sparkgap.rounds.verification import Settlement, exact_match, rejection
 from tests.speculating_model import write_looping_pair, write_random_drafter
@@ -101,7 +101,7 @@ def test_a_wrong_token_is_found_where_it_is(pair, prompts, monkeypatch, size):
     llm = LLM(pair[0], speculative_config={"model": pair[1]}, task_pipeline="off", **SETTINGS)
     off = SamplingParams(temperature=0, max_tokens=40, speculation=False, logprobs=2)
     plain = [o.outputs[0] for o in llm.generate([p.token_ids for p in prompts], off)]
-    monkeypatch.setattr(speculative, "exact_match", wrong_at(5))
+    monkeypatch.setattr(verifying, "exact_match", wrong_at(5))
     result = check_greedy(llm, prompts, max_tokens=40, batch_size=size)
     assert result.differences
     for difference in result.differences:
@@ -145,7 +145,7 @@ def test_check_command(command, monkeypatch):
     report = json.loads(out)
     assert (status, report["identical"]) == (0, True)
     assert [(b["batch_size"], b["num_prompts"]) for b in report["batches"]] == [(2, 2)]
-    monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
+    monkeypatch.setattr(verifying, "exact_match", wrong_at(4))
     on_the_host = ("--task-pipeline", "off")
     status, out, _ = command("check", "--max-tokens", "30", "--batch-size", "1", *on_the_host)
     assert status == 1
@@ -359,7 +359,7 @@ def test_a_wrong_distribution_is_found(sampling_llm, monkeypatch):
             for s, d in zip(settlements, drafted, strict=True)
         ]
 
-    monkeypatch.setattr(speculative, "rejection", greedy_for_drafts)
+    monkeypatch.setattr(verifying, "rejection", greedy_for_drafts)
     prompt = EncodedPrompt(BenchPrompt("p", ""), [104, 105])
     result = check_distribution(sampling_llm, prompt, temperature=3, num_samples=1000, batch_size=128)
     assert result.tests[0].p_value > 1e-3
@@ -430,7 +430,7 @@ def test_distribution_command(command, monkeypatch):
     assert all(test["num_samples"] == 400 for test in report["tests"])
     assert report["speculation"]["num_speculative_tokens"] == 2
     assert all(test["p_value"] is None or 0 < test["p_value"] <= 1 for test in report["tests"])
-    monkeypatch.setattr(speculative, "exact_match", wrong_at(1))
+    monkeypatch.setattr(verifying, "exact_match", wrong_at(1))
     status, out, err = command(*arguments, "--task-pipeline", "off")
     assert (status, err) == (1, "")
     assert "FAILED" in out

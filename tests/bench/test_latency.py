@@ -31,7 +31,7 @@ from sparkgap.catalog.checkpoint import open_checkpoint
 from sparkgap.cli import bench_options, latency, main
 from sparkgap.errors import ConfigError, EngineError
 from sparkgap.ops import NativeKernels, TorchKernels
-from sparkgap.rounds import speculative
+from sparkgap.rounds import verifying
 from tests.bench.test_bench import wrong_at
 from tests.speculating_model import write_looping_pair, write_mtp
 
@@ -391,7 +391,7 @@ def test_command(command, monkeypatch):
     assert "plain bfloat16" in out
     for part in ("TTFT", "TPOT", "speculative", "speculative / plain", "the same as those without", "GB/s"):
         assert part in " ".join(out.split())
-    monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
+    monkeypatch.setattr(verifying, "exact_match", wrong_at(4))
     status, out, _ = command("--max-tokens", "20", "--repeats", "1", "--warmups", "0", "--task-pipeline", "off")
     assert status == 1
     assert "DIFFERENT" in out

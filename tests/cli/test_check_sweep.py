@@ -9,7 +9,7 @@ from sparkgap.cli import bench_options, check_greedy, main
 from sparkgap.cli.check_variants import make_variants, number_list, read_modes
 from sparkgap.cli.options import EngineOptions
 from sparkgap.config import EXECUTION_MODES
-from sparkgap.rounds import speculative
+from sparkgap.rounds import verifying
 from tests.bench.test_bench import wrong_at
 from tests.speculating_model import write_looping_pair
 
@@ -98,7 +98,7 @@ def test_lists_may_be_repeated_and_all_is_every_mode():
 @pytest.mark.parametrize("plain", [(), ("--same-batch",)])
 def test_a_difference_is_told_where_it_is(command, monkeypatch, plain):
     """Rounds that the host carries go wrong, those in the pipeline do not."""
-    monkeypatch.setattr(speculative, "exact_match", wrong_at(4))
+    monkeypatch.setattr(verifying, "exact_match", wrong_at(4))
     arguments = ("--mode", "masked,pipeline", "--batch-size", "3", "--max-tokens", "40", *plain)
     status, out, _ = command(*arguments)
     assert status == 1
