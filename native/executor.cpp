@@ -123,7 +123,7 @@ void Executor::submit(std::span<const Call> calls, std::span<const Tensor* const
 }
 
 void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out,
-                      const std::optional<Tensor>& slots) {
+                      const std::optional<Tensor>& slots, const std::optional<Tensor>& multipliers) {
   Matrix in = as_matrix(x, "x");
   const Matrix result = as_matrix(out, "out");
   const int64_t rows = x.size(0), in_features = weight->in_features, out_features = weight->out_features;
@@ -131,16 +131,24 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   require(out.size(0) == rows && out.size(1) == out_features, "out", "[x's rows, out_features]", out);
   if (rows == 0) return;
   const auto* bias = reinterpret_cast<const float*>(weight->bias.get());
+  const float* factors = multipliers ? as_floats(*multipliers, "multipliers") : nullptr;
+  if (factors)
+    require(multipliers->dims == 1 && multipliers->size(0) == in_features, "multipliers", "float32 [in_features]", *multipliers);
+  const int64_t* written = slots ? as_int64(*slots, "slots", rows) : nullptr;
+  const Tensor *slots_or_x = slots ? &*slots : &x, *multipliers_or_x = multipliers ? &*multipliers : &x;
   if (weight->form == PackedWeight::Form::kInt8) {
     const auto lock = lock_without_gil(mutex_);
     const LinearInt8 product = int8_product(*weight, rows, result);
     const Call calls[] = {
-        make_call(kernels_.quantize_rows, QuantizeRows{in, rows, in_features, activations_of(product, *weight)}),
+        make_call(kernels_.quantize_rows,
+                  QuantizeRows{in, rows, in_features, activations_of(product, *weight), factors, factors ? written : nullptr},
+                  factors ? size_t(in_features) * sizeof(float) : 0),
         make_call(kernels_.linear_int8, product),
     };
-    submit(calls, {&x, &out}, weight);
+    submit(calls, {&x, &out, slots_or_x, multipliers_or_x}, weight);
     return;
   }
+  if (factors) throw std::invalid_argument("only an int8 weight has multipliers");
   const DType form = weight->form == PackedWeight::Form::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
   const auto lock = lock_without_gil(mutex_);
   Call calls[2];
@@ -152,9 +160,8 @@ void Executor::linear(const Tensor& x, std::shared_ptr<const PackedWeight> weigh
   }
   calls[count++] = make_call(kernels_.linear_float,
                              LinearFloat{static_cast<const float*>(in.data), in.stride, weight->packed.get(), form, bias,
-                                         result, rows, in_features, out_features,
-                                         slots ? as_int64(*slots, "slots", rows) : nullptr});
-  submit({calls, count}, {&x, &out, slots ? &*slots : &x}, weight);
+                                         result, rows, in_features, out_features, written});
+  submit({calls, count}, {&x, &out, slots_or_x}, weight);
 }
 
 void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale) {
@@ -167,7 +174,8 @@ void Executor::quantize_rows(const Tensor& x, const Tensor& quantized, const Ten
   const Call call = make_call(kernels_.quantize_rows,
                               QuantizeRows{in, x.size(0), x.size(1),
                                            {static_cast<uint8_t*>(quantized.data), quantized.size(1),
-                                            static_cast<float*>(scales.data), fixed_scale}});
+                                            static_cast<float*>(scales.data), fixed_scale},
+                                           nullptr, nullptr});
   submit({&call, 1}, {&x, &quantized, &scales});
 }
 

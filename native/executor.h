@@ -105,7 +105,8 @@ class Executor {
   std::shared_ptr<PackedWeight> blank_weight(int64_t out_features, int64_t in_features, const std::string& form, bool bias,
                                              float input_scale);
   // Rows of slot -1 may be left out.
-  void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out, const std::optional<Tensor>& slots);
+  void linear(const Tensor& x, std::shared_ptr<const PackedWeight> weight, const Tensor& out,
+              const std::optional<Tensor>& slots, const std::optional<Tensor>& multipliers);
   void quantize_rows(const Tensor& x, const Tensor& quantized, const Tensor& scales, float fixed_scale);
   void rms_norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out);
   void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps, const Tensor& out,

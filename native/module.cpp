@@ -132,7 +132,8 @@ NB_MODULE(_native, m) {
       .def("end_capture", &Executor::end_capture)
       .def("pack_linear", &Executor::pack_linear, "weight"_a, "bias"_a.none(), "form"_a)
       .def("blank_weight", &Executor::blank_weight, "out_features"_a, "in_features"_a, "form"_a, "bias"_a, "input_scale"_a)
-      .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a, "slots"_a.none() = nb::none())
+      .def("linear", &Executor::linear, "x"_a, "weight"_a, "out"_a, "slots"_a.none() = nb::none(),
+           "multipliers"_a.none() = nb::none())
       .def("quantize_rows", &Executor::quantize_rows, "x"_a, "quantized"_a, "scales"_a,
            "fixed_scale"_a = 0.0f)
       .def("rms_norm", &Executor::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)

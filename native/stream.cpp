@@ -1,5 +1,6 @@
 #include "stream.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,10 +55,20 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::vector<std::weak_ptr<StreamState>> streams;
+  // Of the parent, in a child. Their threads can neither be joined nor detached here, nor can be destroyed what these
+  // seem to wait for.
+  std::vector<std::shared_ptr<StreamState>> left_by_fork;
 };
 
 Registry& registry() {
   static auto* instance = new Registry;  // never destroyed: streams may outlive static objects
+  // A child begins without streams, and with a mutex that nobody holds.
+  static const int registered = pthread_atfork([] { instance->mutex.lock(); }, [] { instance->mutex.unlock(); },
+                                               [] {
+                                                 instance->streams.clear();
+                                                 instance->mutex.unlock();
+                                               });
+  (void)registered;
   return *instance;
 }
 
@@ -69,6 +80,11 @@ std::chrono::duration<double> waiting_time(double timeout_s) {
 
 // After a fork the thread is the parent's, and it may have held the mutex.
 bool is_forked(const std::shared_ptr<StreamState>& shared) { return shared->process != getpid(); }
+
+void refuse_forked(const std::shared_ptr<StreamState>& shared) {
+  if (is_forked(shared))
+    throw std::runtime_error("the stream belongs to the process that this one was forked from; load the model here");
+}
 
 void stop_stream(StreamState& shared) {
   std::thread thread;
@@ -166,6 +182,7 @@ void Program::replay() {
 bool Launch::done() const { return done_; }
 
 bool Launch::wait(double timeout_s) const {
+  if (!done_) refuse_forked(shared_);
   const GilRelease released;
   return shared_->wait(timeout_s, [this] { return done_.load(); });
 }
@@ -182,14 +199,18 @@ Stream::Stream() : shared_(std::make_shared<StreamState>()) {
 }
 
 Stream::~Stream() {
-  if (!is_forked(shared_)) stop();
-  else if (shared_->thread.joinable()) shared_->thread.detach();
+  if (!is_forked(shared_)) {
+    stop();
+    return;
+  }
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  all.left_by_fork.push_back(shared_);
 }
 
 std::shared_ptr<Launch> Stream::launch(std::shared_ptr<Program> program) {
   if (!program) throw std::invalid_argument("there is no program to launch");
-  if (is_forked(shared_))
-    throw std::runtime_error("the stream belongs to the process that this one was forked from; load the model here");
+  refuse_forked(shared_);
   auto launch = std::make_shared<Launch>();
   launch->program_ = std::move(program);
   launch->shared_ = shared_;
@@ -238,6 +259,7 @@ void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
 }
 
 bool Stream::reset(double timeout_s) {
+  refuse_forked(shared_);
   std::vector<std::shared_ptr<Launch>> ended;  // destroyed last, under the GIL again
   const GilRelease released;
   StreamState& shared = *shared_;
@@ -250,6 +272,7 @@ bool Stream::reset(double timeout_s) {
 }
 
 void Stream::stop() {
+  if (is_forked(shared_)) return;
   {
     const GilRelease released;
     stop_stream(*shared_);
@@ -267,8 +290,7 @@ void Stream::stop_all() {
     for (const auto& stream : all.streams)
       if (auto shared = stream.lock()) streams.push_back(std::move(shared));
   }
-  for (const auto& shared : streams)
-    if (!is_forked(shared)) stop_stream(*shared);
+  for (const auto& shared : streams) stop_stream(*shared);
 }
 
 }  // namespace sparkgap

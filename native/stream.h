@@ -41,7 +41,8 @@ struct QueuedLaunch;
 class Launch {
  public:
   bool done() const;
-  // Waits for the end; false when it has not come after `timeout_s` seconds. GIL released.
+  // Waits for the end; false when it has not come after `timeout_s` seconds. GIL released. In a child of a fork it throws
+  // std::runtime_error for one that has not ended.
   bool wait(double timeout_s) const;
   // Why it failed; empty when it did not, or is not done.
   std::string error() const;
@@ -58,6 +59,9 @@ class Launch {
   std::atomic<bool> done_{false};
 };
 
+// Belongs to its process: a child of a fork has no threads but one. There, what would wait for a launch throws
+// std::runtime_error, and nothing is left to stop.
+//
 // Runs launches first in, first out. After one that fails, those behind it fail without running, until `reset`: they
 // would begin from what it left half done.
 //
@@ -76,7 +80,7 @@ class Stream {
   bool reset(double timeout_s);
   // Fails what waits, lets what runs end, and ends the thread. Launches after it are refused.
   void stop();
-  static void stop_all();  // every stream of the process
+  static void stop_all();  // every stream of this process
 
  private:
   static void work(std::shared_ptr<StreamState> shared, QueuedLaunch* last);

@@ -69,6 +69,8 @@ struct QuantizeRows {
   Matrix x;
   int64_t rows, features;
   QuantizedRows to;
+  const float* multipliers;  // [features], what x is multiplied by first; null leaves it. Takes scratch
+  const int64_t* slots;      // [rows], rows at -1 are left out, their scale is 0; null takes all
 };
 
 // float(int32 dot product) * (row scale * channel scale) + bias.

@@ -43,8 +43,20 @@ void pack_blocks(const PackInt8& args, Worker worker) {
 
 template <class T>
 void quantize(const QuantizeRows& args, Worker worker) {
-  for (int64_t row = worker.index; row < args.rows; row += worker.count)
-    quantize_to(args.to, row, static_cast<const T*>(args.x.data) + row * args.x.stride, args.features);
+  float* scaled = reinterpret_cast<float*>(worker.scratch);
+  for (int64_t row = worker.index; row < args.rows; row += worker.count) {
+    const T* x = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    if (args.slots && args.slots[row] < 0) {
+      args.to.scales[row] = 0;
+    } else if (!args.multipliers) {
+      quantize_to(args.to, row, x, args.features);
+    } else {
+      each_vector(args.features, [&](int64_t k, int64_t left) SPARKGAP_INLINE_LAMBDA {
+        store_some(scaled + k, load_some(x + k, left) * load_some(args.multipliers + k, left), left);
+      });
+      quantize_to(args.to, row, scaled, args.features);
+    }
+  }
 }
 
 template <int R, int B>

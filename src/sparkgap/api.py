@@ -18,6 +18,7 @@ from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from sparkgap.engine.description import describe
 from sparkgap.engine.engine import Engine
+from sparkgap.engine.home import HomeProcess
 from sparkgap.engine.loading import load_engine
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.phases import time_phases
@@ -32,7 +33,8 @@ from sparkgap.prompts import Message, Prompt, as_params, as_prompts, prompt_cont
 class LLM:
     """A loaded model that generates text.
 
-    Methods may be called from several threads; their requests are then served together.
+    Methods may be called from several threads; their requests are then served together. In a process that was forked
+    from this one they raise EngineClosedError: load the model there, or start processes by `spawn`.
 
     Args:
         model: catalog name, directory, `.gguf` file or `hf:owner/name`.
@@ -54,7 +56,8 @@ class LLM:
         self.config = EngineConfig(model=model, **settings)
         self._loaded = load_engine(self.config, progress)
         self._engine = self._loaded.engine
-        self._lock = threading.RLock()
+        self._home = HomeProcess()
+        self._engine_lock = threading.RLock()
         self._outputs: dict[str, deque[RequestOutput]] = {}
         self._is_stepping = False
         self._dropped: list[str] = []
@@ -228,6 +231,16 @@ class LLM:
         """What the engine has done and holds: a snapshot, which waits for no step."""
         return self._engine.stats
 
+    @property
+    def _lock(self) -> threading.RLock:
+        """Who holds it may use the engine.
+
+        Raises:
+            EngineClosedError: this is a forked process, whose copy of the lock may never be released.
+        """
+        self._home.check()
+        return self._engine_lock
+
     def _render(self, messages: Seq[Message], variables: Mapping[str, Any]) -> dict[str, list[int]]:
         return {"prompt_token_ids": self.tokenizer.encode_chat(messages, **variables)}
 
@@ -294,6 +307,8 @@ class LLM:
 
     def _drop(self, request_id: str) -> None:
         """Forget a request, ending it if it still runs."""
+        if not self._home.is_here:
+            return
         with self._lock:
             if self._is_stepping:
                 # The garbage collector may close a stream in the middle of a step, which holds this very lock.

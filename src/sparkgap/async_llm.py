@@ -193,6 +193,7 @@ class AsyncLLM:
         output_kind: OutputKind = "delta",
     ) -> Request:
         """Check a prompt and its parameters, for `start`. Arguments and errors are those of `generate`."""
+        self._thread.check_process()
         content = prompt_content(prompt)
         text = content if isinstance(content, str) else None
         token_ids = await self.encode(content) if isinstance(content, str) else content

@@ -265,15 +265,27 @@ from sparkgap.ops.native_kernels import NativeKernels
 from tests.device.test_stream import counting
 program, total = counting(NativeKernels(threads=2))
 stream = CpuStream()
-assert stream.launch(program).wait(60)
-child = os.fork()
-if not child:
-    try:
-        stream.launch(program)
-    except RuntimeError as error:
-        sys.exit(7 if "forked" in str(error) else 8)
-    sys.exit(9)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+ended = stream.launch(program)
+assert ended.wait(60)
+for _ in range(2):
+    launches = [stream.launch(program) for _ in range(200)]
+    child = os.fork()
+    if not child:
+        assert ended.wait(60)
+        for use in (lambda: stream.launch(program), lambda: launches[-1].wait(60), lambda: stream.reset(60)):
+            try:
+                use()
+            except RuntimeError as error:
+                assert "forked" in str(error), error
+            else:
+                assert launches[-1].done  # it had ended before the fork
+        stream.stop()
+        own = CpuStream()
+        again = own.launch(program)
+        assert again.wait(60) and not again.error, again.error
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert launches[-1].wait(60)
 assert stream.launch(program).wait(60)
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)

@@ -8,8 +8,9 @@ from native_reference import linear_w8a8, quantize
 from torch import Tensor
 
 from sparkgap.errors import CheckpointError, ConfigError
-from sparkgap.ops import LinearWeight
+from sparkgap.ops import LinearWeight, TorchKernels
 from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.ops.native_weights import NativeLinearWeight
 
 Make = Callable[..., NativeKernels]
 FORMS = ["w8a8", "bfloat16", "float32"]
@@ -114,6 +115,68 @@ def test_rows_without_a_slot_are_left_out(make: Make, variant: str, form: str, s
     assert torch.equal(out[live], kernels.linear(x, weight)[live])
     assert (out[~live] == -9.0).all()
     assert torch.equal(kernels.written_linear(x, weight, torch.tensor(slots))[live], out[live])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    slots=st.lists(st.sampled_from([-1, 0, 7]), min_size=1, max_size=40),
+    outs=st.integers(1, 70),
+    ins=st.integers(1, 140),
+    seed=st.integers(0, 2**20),
+)
+def test_inputs_of_very_different_sizes(
+    make: Make, variant: str, dtype: torch.dtype, slots: list[int], outs: int, ins: int, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    sizes = 10 ** (3 * torch.rand(ins, generator=g))
+    x = (torch.randn(len(slots), ins, generator=g) * sizes).to(dtype)
+    w = torch.randn(outs, ins, generator=g) / sizes
+    w[:, 0] = 0
+    kernels = kernels_for(make, variant, "w8a8")
+    weight = kernels.prepare_equalized(w)
+    y = kernels.linear(x, weight)
+    reference = TorchKernels(quantization="w8a8")
+    assert torch.equal(y, reference.linear(x, reference.prepare_equalized(w)))
+    live = torch.tensor(slots) >= 0
+    assert torch.equal(kernels.written_linear(x, weight, torch.tensor(slots))[live], y[live])
+    normed, _ = kernels.norm_linear(x, None, torch.ones(ins, dtype=dtype), 1e-5, weight)
+    assert torch.equal(normed, kernels.linear(kernels.rms_norm(x, torch.ones(ins, dtype=dtype), 1e-5), weight))
+    assert kernels.packed_form(weight) is None
+
+
+def test_equalized_inputs_keep_what_one_scale_would_lose(make: Make, variant: str) -> None:
+    sizes = torch.logspace(0, 3, 512)
+    x, w = torch.randn(6, 512) * sizes, torch.randn(96, 512) / sizes
+    kernels, exact = kernels_for(make, variant, "w8a8"), x.double() @ w.double().T
+
+    def error(weight: NativeLinearWeight) -> float:
+        return float((kernels.linear(x, weight) - exact).norm() / exact.norm())
+
+    assert error(kernels.prepare_equalized(w)) < 0.02
+    assert error(kernels.prepare_linear(w)) > 0.1
+
+
+def test_equalized_weights_that_cannot_be(make: Make, variant: str) -> None:
+    kernels = kernels_for(make, variant, "w8a8")
+    for bad in (torch.nan, torch.inf):
+        w = torch.randn(18, 24)
+        w[17, 3] = bad
+        with pytest.raises(CheckpointError, match="cannot be quantized"):
+            kernels.prepare_equalized(w)
+        with pytest.raises(CheckpointError, match="cannot be quantized"):
+            TorchKernels(quantization="w8a8").prepare_equalized(w)
+    w = torch.randn(18, 24)
+    for other in (make(variant, 2), TorchKernels()):
+        weight = other.prepare_equalized(w)
+        assert weight.multipliers is None
+        x = torch.randn(3, 24)
+        assert torch.equal(other.linear(x, weight), other.linear(x, other.prepare_linear(w)))
+    kept, x, out = make(variant, 1).prepare_linear(w), torch.randn(3, 24), torch.empty(3, 18)
+    with pytest.raises(ValueError, match="multipliers"):
+        make(variant, 1).executor.linear(x, kept.packed, out, None, torch.ones(24))
+    with pytest.raises(ValueError, match="multipliers"):
+        kernels.executor.linear(x, kernels.prepare_linear(w).packed, out, None, torch.ones(23))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,7 +1,6 @@
 """An engine that is stepped in a thread of its own, so that its owner never waits for a step."""
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 from sparkgap.engine.engine import Engine
+from sparkgap.engine.home import HomeProcess
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.request import Request
 from sparkgap.errors import EngineClosedError, EngineDeadError, SparkgapError
@@ -50,7 +50,7 @@ class EngineThread:
         self._is_stopping = False
         self._is_busy = False
         self._progress_s = time.monotonic()
-        self._process = os.getpid()
+        self._home = HomeProcess()
         # A daemon, so that a program which forgets to stop it can still end; see `stop`.
         self._thread = threading.Thread(target=self._run, name="sparkgap-engine", daemon=True)
         self._thread.start()
@@ -84,8 +84,7 @@ class EngineThread:
 
     def check_process(self) -> None:
         """Raise EngineClosedError in a process that was forked from the engine's: threads do not come along."""
-        if self._process != os.getpid():
-            raise EngineClosedError("the engine runs in the process that this one was forked from; load the model here")
+        self._home.check()
 
     def stalled_for_s(self) -> float:
         """Seconds in which requests were there and no token was computed, of a prompt or an answer; 0 when idle."""
@@ -98,7 +97,7 @@ class EngineThread:
         Returns:
             Whether it has ended; False when `timeout_s` passed before.
         """
-        if self._process != os.getpid():
+        if not self._home.is_here:
             # Nothing runs in a forked process, and its copy of the lock may never be released.
             return True
         with self._wake:

@@ -86,8 +86,7 @@ def _block_weights(loader: "DraftLoader") -> DrafterWeights:
         layers=tuple(loader.layer(layer) for layer in layers),
         final_norm=loader.stacked("norm.weight"),
         lm_head=loader.lm_head(),
-        # Captured dimensions differ in size by three orders of magnitude: an int8 scale for all would lose most.
-        context_fc=loader.linear("fc", bias=False, quantize=False),
+        context_fc=loader.kernels.prepare_equalized(loader.stacked("fc.weight")),
         context_norm=loader.stacked("hidden_norm.weight"),
         context_kv=loader.linear(*projections, bias=loader.config.backbone.attention_bias),
         heads=load_heads(
@@ -187,11 +186,11 @@ class DraftLoader:
                 f"features where the drafter has {hidden}"
             )
 
-    def linear(self, *modules: str, bias: bool, quantize: bool = True) -> LinearWeight:
+    def linear(self, *modules: str, bias: bool) -> LinearWeight:
         """One product of `modules`, one above the other."""
         weight = self.stacked(*(f"{module}.weight" for module in modules))
         biases = self.stacked(*(f"{module}.bias" for module in modules)) if bias else None
-        return self.kernels.prepare_linear(weight, biases, quantize)
+        return self.kernels.prepare_linear(weight, biases)
 
     def stacked(self, *names: str) -> Tensor:
         """The named tensors along their first dimension, in memory of the drafter's own."""

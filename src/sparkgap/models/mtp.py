@@ -294,8 +294,7 @@ def _load(loader: DraftLoader) -> MTPWeights:
         embedding=loader.embedding(),
         embedding_norm=loader.stacked("enorm.weight"),
         hidden_norm=loader.stacked("hnorm.weight"),
-        # Dimensions of the hidden state differ in size by three orders of magnitude, as those that `fc` reads.
-        projection=loader.linear("eh_proj", bias=False, quantize=False),
+        projection=loader.kernels.prepare_equalized(loader.stacked("eh_proj.weight")),
         layer=loader.layer(0),
         context_kv=loader.linear(
             "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj", bias=loader.config.backbone.attention_bias

@@ -1,6 +1,7 @@
 """A network's verbs as native operations."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,14 +36,14 @@ class NativeNetworkKernels(NativeWeightKernels):
         return self._linear(x, weight, None)
 
     def written_linear(self, x: Tensor, weight: LinearWeight, slots: Tensor) -> Tensor:
-        """See `Kernels.written_linear`; products that are not int8 leave such rows out."""
+        """See `Kernels.written_linear`; products that are not int8, or have multipliers, leave such rows out."""
         return self._linear(x, weight, slots)
 
     def _linear(self, x: Tensor, weight: LinearWeight, slots: Tensor | None) -> Tensor:
         if not isinstance(weight, NativeLinearWeight):
             raise TypeError("the weight was not prepared by NativeKernels.prepare_linear")
         out = self._empty((x.shape[0], weight.out_features), x.dtype)
-        self.executor.linear(x, weight.packed, out, slots)
+        self.executor.linear(x, weight.packed, out, slots, weight.multipliers)
         return out
 
     def rotary(self, x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
@@ -59,7 +60,7 @@ class NativeNetworkKernels(NativeWeightKernels):
         self, x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: LinearWeight
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.norm_linear`; bit for bit what the single operations give."""
-        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+        if not _is_plain_int8(weight):
             return super().norm_linear(x, residual, norm, eps, weight)
         out = self._empty((x.shape[0], weight.out_features), x.dtype)
         total = None if residual is None else self._empty(x.shape, x.dtype)
@@ -68,7 +69,7 @@ class NativeNetworkKernels(NativeWeightKernels):
 
     def silu_mul_linear(self, gate_up: Tensor, weight: LinearWeight) -> Tensor:
         """See `Kernels.silu_mul_linear`; bit for bit what the single operations give."""
-        if not isinstance(weight, NativeLinearWeight) or weight.form != "int8":
+        if not _is_plain_int8(weight):
             return super().silu_mul_linear(gate_up, weight)
         out = self._empty((gate_up.shape[0], weight.out_features), gate_up.dtype)
         self.executor.silu_linear(gate_up, weight.packed, out)
@@ -189,3 +190,8 @@ class NativeNetworkKernels(NativeWeightKernels):
         out = self._empty((x.shape[0],), torch.int64)
         self.executor.argmax(x, out)
         return out
+
+
+def _is_plain_int8(weight: LinearWeight) -> TypeGuard[NativeLinearWeight]:
+    """Whether a fused operation takes the weight."""
+    return isinstance(weight, NativeLinearWeight) and weight.form == "int8" and weight.multipliers is None

@@ -1,7 +1,7 @@
 """Weights of matrix products, packed for the native kernels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from sparkgap.errors import CheckpointError
 from sparkgap.ops.native_base import NativeOperations
 from sparkgap.ops.network_kernels import NetworkKernels
 from sparkgap.ops.operands import LinearWeight, PackedForm, QuantizedWeight
-from sparkgap.ops.w8a8 import Quantization
+from sparkgap.ops.w8a8 import Quantization, equalize_columns
 
 ValueForm = Literal["int8", "bfloat16", "float32"]
 
@@ -36,7 +36,7 @@ class NativeLinearWeight(LinearWeight):
         """See `LinearWeight.nbytes`; int8 has a scale and an offset of 4 bytes for each output channel."""
         values = self.in_features * _PACKED_BYTES[self.form]
         channel = values + (8 if self.form == "int8" else 0) + (0 if self.bias is None else 4)
-        return self.out_features * channel
+        return self.out_features * channel + (0 if self.multipliers is None else self.multipliers.nbytes)
 
 
 class NativeWeightKernels(NativeOperations, NetworkKernels):
@@ -68,6 +68,17 @@ class NativeWeightKernels(NativeOperations, NetworkKernels):
             torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed, form=form
         )
 
+    def prepare_equalized(self, weight: Tensor) -> NativeLinearWeight:
+        """See `Kernels.prepare_equalized`.
+
+        Raises:
+            CheckpointError: the weight has infinities or NaN and is to be quantized.
+        """
+        if self.quantization != "w8a8":
+            return self.prepare_linear(weight)
+        values, multipliers = equalize_columns(weight)
+        return replace(self.prepare_linear(values), multipliers=multipliers)
+
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinearWeight:
         """See `Kernels.prepare_quantized`; packed as `prepare_linear` packs what it quantizes itself."""
         out_features, in_features = weight.values.shape
@@ -91,10 +102,12 @@ class NativeWeightKernels(NativeOperations, NetworkKernels):
         shape = torch.empty(weight.values.shape, dtype=torch.int8, device="meta")
         return NativeLinearWeight(shape, bias, packed=packed, form="int8")
 
-    def packed_form(self, weight: LinearWeight) -> PackedForm:
+    def packed_form(self, weight: LinearWeight) -> PackedForm | None:
         """See `Kernels.packed_form`."""
         if not isinstance(weight, NativeLinearWeight):
             raise TypeError("the weight was not prepared by NativeKernels")
+        if weight.multipliers is not None:
+            return None
         facts = {
             "out_features": weight.out_features,
             "in_features": weight.in_features,

@@ -24,6 +24,15 @@ class NetworkKernels(ABC):
         """
 
     @abstractmethod
+    def prepare_equalized(self, weight: Tensor) -> LinearWeight:
+        """`prepare_linear` of a weight whose input features differ in size by orders of magnitude.
+
+        One int8 scale for a row of such inputs would lose most of them. Where these kernels quantize, each column is
+        divided by its root mean square, and `linear` multiplies each input feature by it: what a feature brings to the
+        product is then in its size.
+        """
+
+    @abstractmethod
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """The same for a weight that is quantized already, whatever these kernels do with others."""
 
@@ -54,7 +63,7 @@ class NetworkKernels(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """`x @ weight.T + bias`: `[rows, in_features]` -> `[rows, out_features]`."""
+        """`(x * multipliers) @ weight.T + bias`: `[rows, in_features]` -> `[rows, out_features]`."""
 
     def written_linear(self, x: Tensor, weight: LinearWeight, slots: Tensor) -> Tensor:
         """`linear(x, weight)` for rows that go to a cache: rows whose slot (int64 `[rows]`) is -1 may hold anything."""

@@ -1,6 +1,6 @@
 """What the verbs take beside tensors: caches, rows, and weights in the form of their kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,10 +71,12 @@ class LinearWeight:
     Attributes:
         weight: `[out_features, in_features]`.
         bias: `[out_features]` or None.
+        multipliers: float32 `[in_features]`, what inputs are multiplied by first; None leaves them as they are.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    multipliers: Tensor | None = field(kw_only=True, default=None)
 
     @property
     def in_features(self) -> int:
@@ -89,7 +91,7 @@ class LinearWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that one product reads of it, without what is only padding."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.weight.nbytes + sum(t.nbytes for t in (self.bias, self.multipliers) if t is not None)
 
 
 @dataclass(frozen=True)

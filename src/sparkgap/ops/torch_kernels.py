@@ -7,6 +7,7 @@ kernels avoid that, this reference does not.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,13 @@ from torch.nn import functional
 
 from sparkgap.ops.kernels import Kernels
 from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, QuantizedWeight, RotaryTable
-from sparkgap.ops.w8a8 import Quantization, QuantizedLinearWeight, linear_w8a8, quantize_weight
+from sparkgap.ops.w8a8 import (
+    Quantization,
+    QuantizedLinearWeight,
+    equalize_columns,
+    linear_w8a8,
+    quantize_weight,
+)
 
 _FUSED_ATTENTION_ROWS = 32
 """Rows of one sequence from which torch's fused attention is faster than two matrix products on a CPU."""
@@ -66,6 +73,17 @@ class TorchKernels(Kernels):
         if quantize and self.quantization == "w8a8":
             return self.prepare_quantized(quantize_weight(weight), bias)
         return LinearWeight(weight, bias)
+
+    def prepare_equalized(self, weight: Tensor) -> LinearWeight:
+        """See `Kernels.prepare_equalized`.
+
+        Raises:
+            CheckpointError: the weight has infinities or NaN and is to be quantized.
+        """
+        if self.quantization != "w8a8":
+            return self.prepare_linear(weight)
+        values, multipliers = equalize_columns(weight)
+        return replace(self.prepare_quantized(quantize_weight(values)), multipliers=multipliers)
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedLinearWeight:
         """See `Kernels.prepare_quantized`."""

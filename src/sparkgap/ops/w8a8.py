@@ -57,6 +57,17 @@ def quantize_weight(weight: Tensor, input_scale: float | None = None) -> Quantiz
     return QuantizedWeight(quantized, scales, input_scale)
 
 
+def equalize_columns(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` `[out_features, in_features]` with each column divided by its root mean square, and the divisors.
+
+    A column of zeros is divided by 1. Both in float32.
+    """
+    values = weight.detach().to(torch.float32)
+    sizes = values.square().mean(0).sqrt()
+    sizes = torch.where(sizes > 0, sizes, torch.ones_like(sizes))
+    return values / sizes, sizes
+
+
 def quantize_rows(x: Tensor, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Rows of `x` `[rows, features]` as whole numbers in -127 ... 127, in float32, and the scale of each row.
 
@@ -78,7 +89,8 @@ def quantize_rows(x: Tensor, input_scale: float | None = None) -> tuple[Tensor, 
 
 def linear_w8a8(x: Tensor, weight: QuantizedLinearWeight) -> Tensor:
     """`x` `[rows, in_features]` times an int8 weight, in `x`'s dtype."""
-    quantized, row_scales = quantize_rows(x, weight.input_scale)
+    factors = weight.multipliers
+    quantized, row_scales = quantize_rows(x if factors is None else x * factors, weight.input_scale)
     total = torch.zeros(x.shape[0], weight.out_features, dtype=torch.int32, device=x.device)
     # A NaN's row has a NaN for its scale, whatever the integers are.
     quantized = quantized.nan_to_num_(0.0)
