@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sparkgap import LLM, AsyncLLM, SamplingParams
+from sparkgap.errors import EngineError
 
 from .tiny_model import write_tiny_model
 
@@ -89,3 +91,25 @@ def test_the_first_output_of_a_stream_has_them(path, expected):
             tokens[completion.index] += completion.token_ids
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 12
+
+
+@pytest.mark.parametrize("tokens_at_once", [512, 1])
+def test_logits_that_are_no_numbers_within_a_prompt_end_its_request_alone(tmp_path, tokens_at_once):
+    """Token 4 makes the last MLP overflow, which no other position's row sees."""
+    path = write_tiny_model(tmp_path / "model", seed=1)
+    weights = load_file(path / "model.safetensors")
+    weights = {name: 0.01 * w if "o_proj" in name or "down_proj" in name else w for name, w in weights.items()}
+    weights["model.embed_tokens.weight"][:, 0] = -3
+    weights["model.embed_tokens.weight"][4, 0] = 3
+    for name in ("gate", "up"):
+        weights[f"model.layers.1.mlp.{name}_proj.weight"].zero_()[:, 0] = 1e10
+    weights["model.layers.1.mlp.down_proj.weight"].fill_(1e30)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    llm = LLM(str(path), max_num_batched_tokens=tokens_at_once, **(SETTINGS | {"quantization": "none"}))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    llm.generate([[1, 4, 3]], SamplingParams(temperature=0, max_tokens=1))
+    before = llm.generate([[1, 2, 3]], params)
+    with pytest.raises(EngineError, match="logits that are not finite numbers"):
+        llm.generate([[1, 4, 3]], params)
+    assert [output.prompt_logprobs for output in llm.generate([[1, 2, 3]], params)] == [before[0].prompt_logprobs]
+    assert llm.stats.num_used_blocks == 0

@@ -201,6 +201,7 @@ def test_prompt_files(tmp_path):
         (b'{"prompt": 3}', "line 1 must be an object"),
         (b'{"prompt": "a"}\n[1]', "line 2 must be an object"),
         (b'{"prompt": "a"', "line 1 is not valid JSON"),
+        (b"[" * 100_000, "line 1 is not valid JSON"),
         (b'{"prompt": "a", "category": 3}', "category"),
         (b"\xff", "UTF-8"),
     ):
@@ -434,3 +435,16 @@ def test_distribution_command(command, monkeypatch):
     assert (status, err) == (1, "")
     assert "FAILED" in out
     assert "has NOT the target's distribution" in out
+
+
+def test_prompts_without_room_for_the_tokens_that_are_sampled(command, tmp_path):
+    arguments = ["check", "--temperature", "1", "--samples", "60", "--max-model-len", "20"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("x" * 17)
+    status, _, err = command(*arguments)
+    assert (status, err) == (0, "")
+    file.write_text("x" * 18)
+    status, out, err = command(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "prompt line 1 has 18 tokens" in err
+    assert "room for 3 tokens of an answer in max_model_len 20" in err

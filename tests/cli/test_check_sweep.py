@@ -157,6 +157,7 @@ def test_lines_are_written_at_once(command, monkeypatch):
             "num-speculative-tokens must be a number or a list such as 1,3,8, got 'x'",
         ),
         (["--num-speculative-tokens", "1,0"], "num-speculative-tokens must be at least 1, got 0"),
+        (["--batch-size", "9" * 5000], "batch-size must be a number or a list such as 1,3,8"),
         (["--batch-size", "1,,3"], "batch-size must be a number or a list such as 1,3,8, got ''"),
         (["--num-speculative-tokens", "1,9,2"], "from 1 to 5"),
         (["--mode", "eager,fast"], "mode must be one of"),

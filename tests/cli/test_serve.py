@@ -89,6 +89,30 @@ def test_what_is_printed_is_a_configuration_file(sparkgap: Run, tmp_path: Path) 
     assert tomllib.loads(again.out) == tomllib.loads(first.out)
 
 
+@pytest.mark.parametrize("name", ["\U0001f600\u00e9\u2028\x7f\x01", 'a"b\\ # c', "tab\tand\nline"])
+def test_any_text_is_printed_as_toml(sparkgap: Run, tmp_path: Path, name: str) -> None:
+    first = sparkgap("serve", "--dry-run", "--served-model-name", name)
+    assert tomllib.loads(first.out)["served-model-name"] == name
+    file = tmp_path / "again.toml"
+    file.write_text(first.out, encoding="utf-8")
+    again = sparkgap("serve", "--dry-run", "--config", str(file))
+    assert tomllib.loads(again.out) == tomllib.loads(first.out)
+
+
+def test_bytes_that_are_no_text_are_left_out_of_the_file(sparkgap: Run) -> None:
+    result = sparkgap("serve", "--dry-run", "--draft", "\udcff")
+    assert result.status == 0
+    assert "draft" not in tomllib.loads(result.out)
+    assert "# draft is set and no text that TOML can hold" in result.out
+
+
+def test_one_text_is_a_list_of_one(sparkgap: Run, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('cors-origin = "https://a.example"\n')
+    found = sources(sparkgap("serve", "--dry-run", "--config", str(file)).out)
+    assert found["cors-origin"] == ('["https://a.example"]', "from the file")
+
+
 def test_the_api_key_is_not_shown(sparkgap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKGAP_API_KEY", "hidden-word")
     result = sparkgap("serve", "--dry-run")
@@ -106,6 +130,10 @@ def test_the_api_key_is_not_shown(sparkgap: Run, monkeypatch: pytest.MonkeyPatch
         ("port = 1.5", "Invalid value for '--port'"),
         ("port = 2020-01-01", "port must be text, a number"),
         ("port = [1]", "port must be text, a number"),
+        ('model = ["a", "b"]', "model must be text, a number"),
+        ("cors-origin = [1]", "cors-origin must be a list of texts"),
+        ("speculative-config = {model = 2020-01-01}", "speculative-config has a date"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "both max-num-seqs and max_num_seqs"),
         ("port = 70000", "port must be from 0 to 65535"),
         ('max-body-size = "much"', "max-body-size must be a size"),
         ("max-num-seqs = 0", "max_num_seqs"),

@@ -120,13 +120,21 @@ def test_prompt_files(tmp_path, settings, checkpoint):
     objects = tmp_path / "turns.jsonl"
     objects.write_text('{"prompt": "one"}\n{"text": "two"}\n"three"\n')
     assert read_prompts(objects) == ["one", "two", "three"]
+    objects.write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8-sig")
+    assert read_prompts(objects) == ["a\u2028b", "c\x85"]
     config = replace(settings().conversation, prompts=lines)
     assert len(file_turns(checkpoint.tokenizer, turn_template(checkpoint), config)) == 2
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "has no prompts"), ("{\n", "line 1: not JSON"), ('{"prompt": 3}', "line 1: no text"), ("7", "no text")],
+    [
+        ("", "has no prompts"),
+        ("{\n", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"prompt": 3}', "line 1: no text"),
+        ("7", "no text"),
+    ],
 )
 def test_bad_prompt_files_are_refused(tmp_path, content, message):
     path = tmp_path / "turns.jsonl"

@@ -110,6 +110,7 @@ def test_the_remedy_helps(whole, tmp_path, quiet, name):
         ("target.json", "", "continue the run in"),
         ("target.json", "[]", "no JSON object"),
         ("settings.json", "{", "leave out --conversations"),
+        ("settings.json", "[" * 100_000, "leave out --conversations"),
         ("settings.json", '{"network": 3}', "network is no JSON object"),
         ("settings.json", '{"conversation": [1]}', "conversation is no JSON object"),
         ("conversations/shard-0000.safetensors", "", "samples it again"),

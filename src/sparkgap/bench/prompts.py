@@ -91,7 +91,7 @@ def spread(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPromp
 def _from_json(line: str, where: str, default_id: str) -> BenchPrompt:
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"]:
         raise PromptError(f"{where} must be an object with a text under prompt")
@@ -101,8 +101,16 @@ def _from_json(line: str, where: str, default_id: str) -> BenchPrompt:
     return BenchPrompt(str(entry.get("id", default_id)), entry["prompt"], category)
 
 
-def encode_prompts(llm: "LLM", prompts: Sequence[BenchPrompt], *, raw: bool) -> list[EncodedPrompt]:
+def encode_prompts(
+    llm: "LLM", prompts: Sequence[BenchPrompt], *, raw: bool, fewest_output_tokens: int = 1
+) -> list[EncodedPrompt]:
     """Tokens of each prompt: as a user message where the model has a chat template, unless `raw`.
+
+    Args:
+        llm: reads them.
+        prompts: what is encoded.
+        raw: without the chat template.
+        fewest_output_tokens: room that each must leave in the context.
 
     Raises:
         PromptError: the template refuses a prompt, or it leaves no room for an answer; the message names it.
@@ -115,10 +123,11 @@ def encode_prompts(llm: "LLM", prompts: Sequence[BenchPrompt], *, raw: bool) -> 
             token_ids = tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
         else:
             token_ids = tokenizer.encode(prompt.text)
-        if not 0 < len(token_ids) < longest:
+        if not 0 < len(token_ids) <= longest - fewest_output_tokens:
+            room = "an answer" if fewest_output_tokens == 1 else f"{fewest_output_tokens} tokens of an answer"
             raise PromptError(
-                f"prompt {prompt.id} has {len(token_ids)} tokens, which must be at least 1 and leave room for an "
-                f"answer in max_model_len {longest}"
+                f"prompt {prompt.id} has {len(token_ids)} tokens, which must be at least 1 and leave room for {room} "
+                f"in max_model_len {longest}"
             )
         encoded.append(EncodedPrompt(prompt, token_ids))
     return encoded

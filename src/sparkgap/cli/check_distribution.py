@@ -52,10 +52,11 @@ def check_distribution_of(
     speculation = None
     for variant in variants:
         llm = loading.load_llm(_with_short_blocks(variant.config))
-        from sparkgap.bench.distribution import check_distribution
+        from sparkgap.bench.distribution import HORIZON_TOKENS, check_distribution
 
         speculation = llm.info()["speculation"]
-        encoded = encode_prompts(llm, chosen, raw=options.raw or options.prompts is None)
+        raw = options.raw or options.prompts is None
+        encoded = encode_prompts(llm, chosen, raw=raw, fewest_output_tokens=HORIZON_TOKENS)
         with progress_bar(f"Sampling {variant.name}".rstrip(), len(encoded) * samples) as advance:
             for prompt in encoded:
                 found = check_distribution(

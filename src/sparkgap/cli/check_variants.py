@@ -1,5 +1,6 @@
 """Which engines `sparkgap check` runs, of the lists in its options."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,9 @@ from sparkgap.errors import ConfigError
 
 ALL_MODES = "all"
 """Names every execution mode at once."""
+
+_NUMBER = re.compile("-?[0-9]{1,30}")
+"""Longer ones are no settings of anything, and Python refuses to read very long ones."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def number_list(name: str, texts: Sequence[str] | None) -> list[int]:
     """
     numbers = []
     for item in split_list(texts):
-        if not (item.removeprefix("-").isascii() and item.removeprefix("-").isdigit()):
+        if not _NUMBER.fullmatch(item):
             raise ConfigError(f"{name} must be a number or a list such as 1,3,8, got {item!r}")
         check_positive(name, int(item))
         numbers.append(int(item))

@@ -12,6 +12,7 @@ import typer
 
 from sparkgap.cli.options import EngineOptions, parse_bytes
 from sparkgap.config import EngineConfig
+from sparkgap.config.checks import is_unicode
 from sparkgap.errors import ConfigError
 from sparkgap.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
 
@@ -49,9 +50,18 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"cannot read configuration file {path}: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
-    known = [parameter.name or "" for parameter in context.command.params]
-    known = [name for name in known if name not in _UNSAVED]
-    context.default_map = {_known(key, known, path): _as_text(key, value, path) for key, value in values.items()}
+    options = {parameter.name or "": parameter for parameter in context.command.params}
+    known = [name for name in options if name not in _UNSAVED]
+    names: dict[str, str] = {}
+    for key in values:
+        if (other := names.setdefault(_known(key, known, path), key)) != key:
+            raise ConfigError(
+                f"configuration file {path} has both {other} and {key}, which are the same; leave one out"
+            )
+    context.default_map = {
+        name: _as_text(key, values[key], path, is_list=bool(getattr(options[name], "multiple", False)))
+        for name, key in names.items()
+    }
     return path
 
 
@@ -65,14 +75,20 @@ def _known(key: str, known: list[str], path: Path) -> str:
     return name
 
 
-def _as_text(key: str, value: Any, path: Path) -> Any:
+def _as_text(key: str, value: Any, path: Path, *, is_list: bool) -> Any:
     """A value as the command line would give it, so that it is checked in the same way."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
+    if is_list:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return items
+        raise ConfigError(f"configuration file {path}: {key} must be a list of texts, got {value!r}")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping) and key.replace("-", "_") == "speculative_config":
-        return json.dumps(value)
+        try:
+            return json.dumps(value)
+        except TypeError as error:
+            raise ConfigError(f"configuration file {path}: {key} has a date, which is no setting's value") from error
     if isinstance(value, str | int | float):
         return str(value)
     raise ConfigError(f"configuration file {path}: {key} must be text, a number, true or false, got {value!r}")
@@ -190,14 +206,21 @@ def configuration_text(context: typer.Context) -> str:
         source = _source(context, name)
         if name == "model" and context.params[MODEL_ARGUMENT] is not None:
             value, source = context.params[MODEL_ARGUMENT], "from the command line"
-        if value is None or value == []:
+        if value is None or value in ([], ()):
             lines.append((f"# {flag} is not set", source))
         elif name in SECRETS:
             lines.append((f"# {flag} is set and not shown", source))
+        elif isinstance(value, str) and not is_unicode(value):
+            lines.append((f"# {flag} is set and no text that TOML can hold", source))
         else:
-            lines.append((f"{flag} = {json.dumps(value)}", source))
+            lines.append((f"{flag} = {_toml(value)}", source))
     width = max(len(line) for line, _ in lines)
     return "".join(f"{line:<{width}}  # {source}\n" for line, source in lines)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML, whose strings are those of JSON but for characters that must, or must not, be escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _source(context: typer.Context, name: str) -> str:

@@ -51,10 +51,18 @@ def train(
     draft_vocab_size: Annotated[
         int, _option(_DRAFTER, help="Tokens that can be drafted: the most frequent ones.")
     ] = NetworkConfig.draft_vocab_size,
-    markov_rank: Annotated[int, _option(_DRAFTER, help="Rank of the Markov head.")] = NetworkConfig.markov_rank,
+    markov_rank: Annotated[
+        int | None,
+        _option(_DRAFTER, help=f"Rank of dspark's Markov head; default: {NetworkConfig.markov_rank}."),
+    ] = None,
     head: Annotated[
-        str, _option(_DRAFTER, "--head", help=f"Kind of the Markov head: {', '.join(HEAD_TYPES)}.")
-    ] = NetworkConfig.markov_head_type,
+        str | None,
+        _option(
+            _DRAFTER,
+            "--head",
+            help=f"Kind of dspark's Markov head: {', '.join(HEAD_TYPES)}; default: {NetworkConfig.markov_head_type}.",
+        ),
+    ] = None,
     kv_heads: Annotated[int | None, _option(_DRAFTER, help="Key and value heads; default: the target's.")] = None,
     target_layers: Annotated[
         str | None,
@@ -124,6 +132,11 @@ def train(
     if len(weights) != 3:
         raise ConfigError(f"loss-weights must be three numbers, got {loss_weights!r}")
     usual = NetworkConfig.for_method(method.lower())
+    for name, value in (("markov-rank", markov_rank), ("head", head)):
+        if value is not None and usual.method != "dspark":
+            raise ConfigError(
+                f"{name} is of dspark drafters, and a drafter of method {usual.method} has no Markov head"
+            )
     config = TrainConfig(
         target=target,
         out=out,
@@ -151,9 +164,9 @@ def train(
                 usual.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
             ),
             draft_vocab_size=draft_vocab_size,
-            markov_rank=markov_rank,
+            markov_rank=usual.markov_rank if markov_rank is None else markov_rank,
             num_kv_heads=kv_heads,
-            markov_head_type=head.lower(),  # type: ignore[arg-type]
+            markov_head_type=usual.markov_head_type if head is None else head.lower(),  # type: ignore[arg-type]
         ),
         loss=LossConfig(*weights, gamma=gamma),
         optimization=OptimizationConfig(

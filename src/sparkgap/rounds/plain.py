@@ -1,5 +1,6 @@
 """Plain decoding: prompts in chunks, then one token a sequence and round."""
 
+import math
 from collections.abc import Sequence as Seq
 
 import torch
@@ -42,10 +43,11 @@ class PlainRunner:
         spans = [_span(chunk.sequence, chunk.end) for chunk in chunks]
         batch = forward_batch(spans, self._block_size, self.target.device)
         output = self.passes.prefill(batch)
-        self._note_prompt_logprobs(output.hidden, spans)
+        failures = self._note_prompt_logprobs(output.hidden, spans)
         wanted = [chunk.end == chunk.sequence.num_tokens for chunk in chunks]
         sampled = iter(self._sample_last_rows(output.hidden, spans, wanted) if any(wanted) else [])
-        outputs = [next(sampled) if is_wanted else None for is_wanted in wanted]
+        given = [next(sampled) if is_wanted else None for is_wanted in wanted]
+        outputs = [failure or output for failure, output in zip(failures, given, strict=True)]
         self._after_pass(output, batch, spans, outputs)
         _advance(spans)
         return outputs
@@ -75,10 +77,15 @@ class PlainRunner:
     ) -> None:
         """What is to be done after a pass over `spans`, all of whose rows are committed, and what it gave them."""
 
-    def _note_prompt_logprobs(self, hidden: Tensor, spans: Seq[RowSpan]) -> None:
-        """Give sequences that want them the log-probabilities of the prompt tokens that follow each row."""
+    def _note_prompt_logprobs(self, hidden: Tensor, spans: Seq[RowSpan]) -> list[RoundOutput | None]:
+        """Give sequences that want them the log-probabilities of the prompt tokens that follow each row.
+
+        Returns:
+            For each sequence, its end where a row's logits are not numbers; None for all others.
+        """
+        failures: list[RoundOutput | None] = [None] * len(spans)
         first_row = 0
-        for span in spans:
+        for number, span in enumerate(spans):
             sequence = span.sequence
             if sequence.prompt_logprobs is not None and sequence.lacks_prompt_logprobs:
                 # A sequence that is recomputed has those of its first rows.
@@ -86,8 +93,12 @@ class PlainRunner:
                 tokens = sequence.prompt_token_ids[start + 1 : span.end + 1]
                 row = first_row + start - span.start
                 rows = hidden[row : row + len(tokens)]
-                sequence.prompt_logprobs += self._logprobs_of(rows, tokens, sequence.params.prompt_logprobs)
+                found = self._logprobs_of(rows, tokens, sequence.params.prompt_logprobs)
+                if any(math.isnan(logprobs.chosen) for logprobs in found):
+                    failures[number] = RoundOutput(error=self.sampler.not_finite())
+                sequence.prompt_logprobs += found
             first_row += len(span.token_ids)
+        return failures
 
     def _logprobs_of(self, hidden: Tensor, tokens: Seq[int], number: int | None) -> list[TokenLogprobs]:
         """Log-probabilities of a token after each row, with `number` alternatives."""

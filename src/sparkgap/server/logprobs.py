@@ -7,6 +7,9 @@ from typing import Any
 from sparkgap.catalog.tokenizer import Tokenizer
 from sparkgap.engine.outputs import CompletionOutput, Logprob
 
+LEAST_LOGPROB = -9999.0
+"""What is written for a log-probability below it (vLLM's value): that of an impossible token is no JSON number."""
+
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -51,7 +54,7 @@ def chat_logprobs(output: CompletionOutput, number: int, tokenizer: Tokenizer) -
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token
-        return {"token": text, "logprob": logprob.logprob, "bytes": token_bytes(tokenizer, token_id, text)}
+        return {"token": text, "logprob": _written(logprob), "bytes": token_bytes(tokenizer, token_id, text)}
 
     content = []
     for token_id, table in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -108,14 +111,18 @@ class TextLogprobs:
     def _add(self, token_id: int, table: Mapping[int, Logprob]) -> None:
         chosen = table[token_id]
         self._add_text(chosen.decoded_token)
-        self._values.append(chosen.logprob)
+        self._values.append(_written(chosen))
         shown = [*_most_probable(table, self._number), (token_id, chosen)]
-        self._tops.append({logprob.decoded_token: logprob.logprob for _, logprob in reversed(shown)})
+        self._tops.append({logprob.decoded_token: _written(logprob) for _, logprob in reversed(shown)})
 
     def _add_text(self, text: str) -> None:
         self._tokens.append(text)
         self._offsets.append(self.offset)
         self.offset += len(text)
+
+
+def _written(logprob: Logprob) -> float:
+    return max(logprob.logprob, LEAST_LOGPROB)
 
 
 def _most_probable(table: Mapping[int, Logprob], number: int) -> Sequence[tuple[int, Logprob]]:

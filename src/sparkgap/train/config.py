@@ -316,7 +316,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.target), "target must not be empty")
-        _check(_is_integer(self.seed), f"seed must be an integer, got {self.seed!r}")
+        _check(
+            _is_integer(self.seed) and -(2**63) <= self.seed < 2**64,
+            f"seed must be a 64-bit integer, got {self.seed!r}",
+        )
         for name in ("threads", "workers"):
             value = getattr(self, name)
             _check(

@@ -28,18 +28,27 @@ _FEWEST_USER_TOKENS = 4
 """Tokens that a user turn needs room for."""
 
 
+def prompt_lines(path: Path) -> list[str]:
+    """The lines of a file of user turns.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        # splitlines() would also break at characters that JSON strings and sentences may hold.
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
+
+
 def read_prompts(path: Path) -> list[str]:
     """User turns of a file: JSON objects with `prompt` (or `text`) if its name ends in `.jsonl`, else one a line.
 
     Raises:
         ConfigError: the file cannot be read, has a line of another form, or no prompts.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(prompt_lines(path), 1):
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
@@ -47,7 +56,7 @@ def read_prompts(path: Path) -> list[str]:
             continue
         try:
             item = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
         text = item.get("prompt", item.get("text")) if isinstance(item, dict) else item
         if not isinstance(text, str) or not text.strip():

@@ -17,7 +17,7 @@ from sparkgap.models.drafter import Drafter
 from sparkgap.models.mtp import MTPDrafter
 from sparkgap.train.calibration import calibrate
 from sparkgap.train.config import TrainConfig
-from sparkgap.train.conversations import file_turns, plain_encoding
+from sparkgap.train.conversations import file_turns, plain_encoding, prompt_lines
 from sparkgap.train.evaluate import Answer, ServedAnswer, acceptance, serving_replay
 from sparkgap.train.features import Example, Examples
 from sparkgap.train.generation import ConversationSampler
@@ -78,7 +78,7 @@ def prompt_categories(path: Path, tokenizer: Tokenizer) -> dict[tuple[int, ...],
     if path.suffix != ".jsonl":
         return {}
     encode = plain_encoding(tokenizer)
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    items = [json.loads(line) for line in prompt_lines(path) if line.strip()]
     return {
         tuple(encode(str(item.get("prompt", item.get("text"))))): str(item["category"])
         for item in items
