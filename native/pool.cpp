@@ -205,12 +205,14 @@ struct Pool::Place {
 };
 
 void Pool::execute(const Job& job, int index) {
-  // The job lives on the caller's stack and is gone once the last barrier opens.
+  // The job lives on the caller's stack and is gone once the last barrier opens, after which the next may begin.
   const uint32_t num_lists = uint32_t(job.lists.size());
+  const int threads = job.threads;
+  const bool may_leave = job.host != nullptr;
   TraceRing* const ring = job.trace ? &job.trace->ring(index) : nullptr;
   const WhenUnderWay* when_under_way = index == 0 ? job.when_under_way : nullptr;
   std::byte* const scratch = members_[index]->scratch.data;
-  int team = job.threads;
+  int team = threads;
   bool announced = false;
   for (Place place = Place{0, 0, 0}.at_call(job); place.list < num_lists;) {
     const CallList& list = job.lists[place.list];
@@ -221,7 +223,7 @@ void Pool::execute(const Job& job, int index) {
       ring->add({list.calls[place.call].signature, begin_ns, now_ns(), list.graph, job.run, place.list, place.call,
                  uint32_t(index)});
     if (when_under_way && place.list >= when_under_way->list) {
-      if (job.host && !announced) {
+      if (may_leave && !announced) {
         when_under_way->announce();
         announced = true;
       } else {
@@ -230,11 +232,11 @@ void Pool::execute(const Job& job, int index) {
       }
     }
     const Place next = place.next(job);
-    if (index == 0 && job.host) choose_team(job, team, next);
+    if (index == 0 && may_leave) choose_team(job, team, next);
     if (team > 1) barrier(team);
     place = next;
-    if (!job.host) continue;
-    if (team == job.threads) {
+    if (!may_leave || place.list == num_lists) continue;
+    if (team == threads) {
       if (leave_at_.load(std::memory_order_relaxed) != next.number) continue;
       team--;
       if (index < team) continue;
