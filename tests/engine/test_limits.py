@@ -137,22 +137,28 @@ class TestPace:
         token_ms=st.floats(0.001, 10),
         stretch=st.floats(1.2, 5),
         largest=st.integers(1, 2048),
+        multiple=st.sampled_from([1, 4]),
     )
-    def test_a_step_is_stretched_as_far_as_allowed(self, decode_ms, pass_ms, token_ms, stretch, largest):
-        pacer = PrefillPacer(largest, stretch)
+    def test_a_step_is_stretched_as_far_as_allowed(self, decode_ms, pass_ms, token_ms, stretch, largest, multiple):
+        pacer = PrefillPacer(largest, stretch, multiple=multiple)
         # A round alone comes first, from which the pace is known.
         assert pacer.num_tokens(3) == 0
         pacer.add_step(3, 0, decode_ms / 1e3)
-        for _ in range(60):
+        numbers = []
+        for _ in range(80):
             number = pacer.num_tokens(3)
             assert 1 <= number <= largest
+            assert number % multiple == 0 or number == largest
+            numbers.append(number)
             pacer.add_step(3, number, (decode_ms + pass_ms + number * token_ms) / 1e3)
-        number = pacer.num_tokens(3)
-        duration_ms, allowed_ms = pass_ms + number * token_ms, (stretch - 1) * decode_ms
-        if number > min(4, largest):
-            assert duration_ms < 1.25 * allowed_ms + token_ms
-        if number < largest:
-            assert 1.25 * (duration_ms + token_ms) > allowed_ms
+        # Between two multiples it alternates.
+        most, fewest = max(numbers[-20:]), min(numbers[-20:])
+        most_ms, allowed_ms = pass_ms + most * token_ms, (stretch - 1) * decode_ms
+        if most > min(multiple, largest):
+            assert most_ms < 1.25 * allowed_ms + multiple * token_ms
+        if most + multiple <= largest:
+            assert 1.25 * (most_ms + multiple * token_ms) > allowed_ms
+        assert most - fewest <= max(multiple, 0.6 * fewest)
         assert pacer.num_tokens(0) == largest
 
     def test_passes_that_are_not_full_tell_nothing(self):

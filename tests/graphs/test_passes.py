@@ -10,7 +10,7 @@ from drafter_cases import MTP_SETTINGS, SETTINGS, VOCAB, checkpoint, random_targ
 
 from sparkgap import _native
 from sparkgap.config import SamplingParams
-from sparkgap.graphs.captured import TOO_MANY_SEQUENCES, CapturedPasses
+from sparkgap.graphs.captured import CHUNK_ROWS, TOO_MANY_SEQUENCES, CapturedPasses
 from sparkgap.graphs.passes import DraftModel, Passes, TargetOutput
 from sparkgap.models.cache import allocate_caches
 from sparkgap.models.decoder import Decoder
@@ -81,7 +81,13 @@ class Pair:
             assert torch.equal(a.values, b.values)
 
 
-def make_pair(heads: str | None, quantization: Any = None, threads: int = 2, sampled: bool = True) -> Pair:
+def make_pair(
+    heads: str | None,
+    quantization: Any = None,
+    threads: int = 2,
+    sampled: bool = True,
+    context_graph: str = "masked",
+) -> Pair:
     kernels = NativeKernels(threads=threads, quantization=quantization)
     target: Decoder = random_target(1, kernels)
     drafter = None if heads is None else bound_drafter(heads, target, kernels)
@@ -103,6 +109,7 @@ def make_pair(heads: str | None, quantization: Any = None, threads: int = 2, sam
             max_sequences=MAX_SEQUENCES,
             max_model_len=MAX_MODEL_LEN,
             sampled_drafts=sampled,
+            context_graph=context_graph,
         ),
     )
 
@@ -258,7 +265,47 @@ def test_more_sequences_than_the_largest_graph_run_eagerly_and_are_counted() -> 
     assert counters.report()["replays"] == {"target": 1, "draft": 0, "context": 1}
 
 
-def test_prompt_passes_are_neither_replays_nor_counted() -> None:
+@pytest.mark.parametrize("context_graph", ["masked", "compact", "off"])
+@pytest.mark.parametrize("heads", ["vanilla", "mtp"])
+def test_chunks_of_a_prompt_equal_eager_passes(heads: str, context_graph: str) -> None:
+    chance = random.Random(heads)
+    pair = make_pair(heads, "w8a8", context_graph=context_graph)
+    with torch.inference_mode():
+        for rows in [1, 2, 7, 8, 9, 16, 31, 57, 64, 65, 80, *(chance.randrange(1, 70) for _ in range(12))]:
+            start = chance.choice([0, 3, MAX_MODEL_LEN - rows])
+            (sequence,) = some_sequences(chance, 1, 1)
+            sequence.block_table = chance.sample(range(BLOCKS), -(-MAX_MODEL_LEN // BLOCK))
+            tokens = [chance.randrange(VOCAB) for _ in range(rows)]
+            batch = forward_batch([RowSpan(sequence, start, tokens)], BLOCK, CPU)
+            expected, ours = pair.eager.prefill(batch), pair.captured.prefill(batch)
+            assert ours.logits is expected.logits is None
+            assert torch.equal(ours.hidden, expected.hidden)
+            assert ours.captured is not None
+            assert expected.captured is not None
+            assert torch.equal(ours.captured, expected.captured)
+            assert (ours.graph_captured is None) == (rows > CHUNK_ROWS[-1])
+            slots = batch.slots.masked_fill(batch.attention.positions >= MAX_MODEL_LEN - 4, -1)
+            for side, output in ((pair.eager, expected), (pair.captured, ours)):
+                side.update_context(output, batch.attention.positions, slots, batch.token_ids)
+            pair.assert_same_kv()
+            # A decode pass in between leaves nothing that the next chunk reads.
+            run_target(pair, chance, 2, N + 1)
+    assert pair.captured.report().captures_since_startup == 0
+
+
+def test_chunks_of_several_prompts_run_eagerly() -> None:
+    pair, chance = make_pair("vanilla"), random.Random(5)
+    sequences = some_sequences(chance, 2, 3)
+    for sequence in sequences:
+        sequence.block_table = chance.sample(range(BLOCKS), 4)
+    batch = forward_batch([RowSpan(s, 0, [1, 2, 3]) for s in sequences], BLOCK, CPU)
+    with torch.inference_mode():
+        ours, expected = pair.captured.prefill(batch), pair.eager.prefill(batch)
+    assert ours.graph_captured is None
+    assert torch.equal(ours.hidden, expected.hidden)
+
+
+def test_prompt_passes_are_not_counted() -> None:
     pair = make_pair("vanilla")
     sequence = some_sequences(random.Random(3), 1, 1)[0]
     sequence.block_table = list(range(10))

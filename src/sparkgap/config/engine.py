@@ -93,7 +93,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
-    max_decode_stretch: float = 2.5
+    max_decode_stretch: float = 1.75
     prefill_tokens_beside_decodes: int | None = None
     enable_prefix_caching: bool = True
     max_queued_requests: int | None = None

@@ -18,6 +18,7 @@ from sparkgap.engine.request import OutputKind, Request
 from sparkgap.engine.scheduler import Schedule, Scheduler
 from sparkgap.engine.stats import EngineCounters, EngineStats
 from sparkgap.errors import ConfigError, EngineError, QueueFullError
+from sparkgap.graphs.captured import CHUNK_ROWS
 from sparkgap.rounds.pipeline.runner import PipelinedRunner
 from sparkgap.rounds.sequence import RoundOutput, Runner, Sequence
 
@@ -56,7 +57,10 @@ class Engine:
         blocks = BlockManager(num_blocks, config.block_size)
         self._prefixes = PrefixCache(blocks, enabled=config.enable_prefix_caching, reads_ahead=reads_ahead)
         self._pacer = PrefillPacer(
-            config.max_num_batched_tokens, config.max_decode_stretch, config.prefill_tokens_beside_decodes
+            config.max_num_batched_tokens,
+            config.max_decode_stretch,
+            config.prefill_tokens_beside_decodes,
+            multiple=CHUNK_ROWS[0],
         )
         self.scheduler = Scheduler(
             blocks,

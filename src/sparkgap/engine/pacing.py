@@ -6,9 +6,6 @@ from statistics import median
 _FIRST_TOKENS = 16
 """Prompt tokens of the first step beside decodes, before such a step was measured."""
 
-_FEWEST_TOKENS = 4
-"""A pass over fewer prompt tokens is hardly shorter: it reads all weights too."""
-
 _GROWTH = 1.5
 """Most that the number of tokens changes by from one step to the next: one slow pass must not mean much."""
 
@@ -34,13 +31,15 @@ class PrefillPacer:
         max_tokens: most prompt tokens of any step.
         stretch: see above; above 1.
         fixed_tokens: most prompt tokens of a step that also decodes; None measures.
+        multiple: what is measured is rounded down to: passes over few tokens are padded to it.
     """
 
-    def __init__(self, max_tokens: int, stretch: float, fixed_tokens: int | None = None) -> None:
+    def __init__(self, max_tokens: int, stretch: float, fixed_tokens: int | None = None, multiple: int = 1) -> None:
         self.max_tokens = max_tokens
         self.stretch = stretch
         self.fixed_tokens = fixed_tokens
-        self._beside_decodes = min(_FIRST_TOKENS, max_tokens)
+        self.multiple = multiple
+        self._beside_decodes = float(_FIRST_TOKENS)
         self._alone_s: dict[int, deque[float]] = {}
         self._steps_alone: Counter[int] = Counter()
 
@@ -56,7 +55,12 @@ class PrefillPacer:
         if num_decodes not in self._alone_s and self._steps_alone[num_decodes] < _STEPS_ALONE:
             self._steps_alone[num_decodes] += 1
             return 0
-        return self._beside_decodes
+        return self._most_beside_decodes
+
+    @property
+    def _most_beside_decodes(self) -> int:
+        whole = int(self._beside_decodes) // self.multiple * self.multiple
+        return min(max(whole, self.multiple), self.max_tokens)
 
     def add_step(self, num_decodes: int, num_tokens: int, duration_s: float) -> None:
         """A step that decoded so many sequences and computed so many prompt tokens took so long."""
@@ -65,10 +69,10 @@ class PrefillPacer:
             return
         alone_s = self._alone_s.get(num_decodes)
         # A pass that had less to do than it was allowed tells nothing of a full one.
-        if alone_s is None or num_tokens < self._beside_decodes:
+        if alone_s is None or num_tokens < self._most_beside_decodes:
             return
         pace_s = median(alone_s)
         wanted_s, taken_s = (self.stretch - 1) * pace_s, max(duration_s - pace_s, 1e-9)
         change = min(max(wanted_s / taken_s, 1 / _GROWTH), _GROWTH)
-        floor = min(_FEWEST_TOKENS, self.max_tokens)
-        self._beside_decodes = min(max(round(num_tokens * change), floor), self.max_tokens)
+        floor = min(self.multiple, self.max_tokens)
+        self._beside_decodes = min(max(self._beside_decodes * change, floor), float(self.max_tokens))

@@ -22,18 +22,26 @@ TOO_MANY_SEQUENCES = "more sequences than the largest graph"
 """Reason for an eager pass: no graph has so many sequences."""
 
 
+CHUNK_ROWS = (*range(4, 33, 4), 40, 48, 56, 64)
+"""Rows of the graphs for a chunk of one prompt, which is padded to the next.
+
+Prompts beside decodes are read in such chunks, and an eager pass over so few rows takes half as long again on the host.
+"""
+
+
 class _TargetResults(NamedTuple):
     hidden: Tensor
-    logits: Tensor
+    logits: Tensor | None
     captured: Tensor | None
 
 
 class CapturedPasses(Passes):
-    """Decode passes replayed from graphs; prompt passes, and passes out of the graphs' capacity, run eagerly.
+    """Passes replayed from graphs; those over longer chunks of prompts, and out of the graphs' capacity, run eagerly.
 
     Target graphs exist for 1 row of each sequence and, with a drafter, for N + 1 and for one row more than each of
     `verified_lengths`; draft graphs for the block's rows. Each kind has a graph for every number of sequences in
-    `buckets`. What context graphs there are, `context_graph` says.
+    `buckets`. Chunks of one prompt have target graphs without logits, of `CHUNK_ROWS` rows. What context graphs there
+    are, `context_graph` says.
 
     Args:
         target, caches, draft: as `Passes`; computed by native kernels.
@@ -77,16 +85,18 @@ class CapturedPasses(Passes):
         widths = (*(length + 1 for length in drafts), 1)
         largest, max_blocks = self.buckets[-1], -(-max_model_len // caches[0].block_size)
         self._target_inputs = {width: TargetInputs(largest, width, max_blocks, max_model_len) for width in widths}
+        self._chunk_inputs = {rows: TargetInputs(1, rows, max_blocks, max_model_len) for rows in CHUNK_ROWS}
         self._draft_inputs = DraftInputs(largest, max_blocks)
         self._context: ContextGraphs | None = None
         if draft is not None and context_graph != "off":
-            self._context = CONTEXT_GRAPHS[context_graph](self._context_graphs, draft, largest * widths[0])
+            most_rows = max(largest * widths[0], CHUNK_ROWS[-1])
+            self._context = CONTEXT_GRAPHS[context_graph](self._context_graphs, draft, most_rows)
         with torch.inference_mode():
             self._capture(sampled_drafts)
         families = (self._target_graphs, self._draft_graphs, self._draft_begin_graphs, self._context_graphs)
         for family in families:
             family.close()
-        input_bytes = sum(inputs.nbytes for inputs in self._target_inputs.values())
+        input_bytes = sum(i.nbytes for i in (*self._target_inputs.values(), *self._chunk_inputs.values()))
         if draft is not None:
             input_bytes += self._draft_inputs.nbytes
         if self._context is not None:
@@ -104,6 +114,18 @@ class CapturedPasses(Passes):
         self.counters.captures_since_startup = self._executor.captures - self._captures_at_close
         return self.counters
 
+    def prefill(self, batch: ForwardBatch) -> TargetOutput:
+        """See `Passes.prefill`. Of a replay the output holds until the next pass of the target."""
+        rows = batch.token_ids.shape[0]
+        padded = next_bucket(CHUNK_ROWS, rows)
+        if batch.attention.block_tables.shape[0] > 1 or padded is None:
+            return super().prefill(batch)
+        inputs = self._chunk_inputs[padded]
+        inputs.load_chunk(batch)
+        results = self._target_graphs.replay(named_inputs(inputs.batch(1)), is_round=False)
+        captured = None if results.captured is None else results.captured[:rows]
+        return TargetOutput(results.hidden[:rows], None, captured, results.captured)
+
     def decode(self, batch: ForwardBatch) -> TargetOutput:
         """See `Passes.decode`."""
         sequences, rows = batch.attention.block_tables.shape[0], batch.token_ids.shape[0]
@@ -116,6 +138,7 @@ class CapturedPasses(Passes):
         inputs.load(batch, bucket)
         results = self._target_graphs.replay(named_inputs(inputs.batch(bucket)))
         captured = None if results.captured is None else results.captured[:rows]
+        assert results.logits is not None
         return TargetOutput(results.hidden[:rows], results.logits[:rows], captured, results.captured)
 
     def draft(self, anchors: Tensor, context_lengths: Tensor, block_tables: Tensor, max_length: int) -> Draft:
@@ -147,13 +170,13 @@ class CapturedPasses(Passes):
                 self._count_eager("context")
             super().update_context(output, positions, slots, following)
         else:
-            self._context.update(output.graph_captured, positions, slots, following)
+            self._context.update(output.graph_captured, positions, slots, following, is_round=output.logits is not None)
 
     def _capture(self, sampled_drafts: bool) -> None:
         """Capture every graph, largest first, so that the smaller ones fit in its memory; then try the smallest."""
-        captured = []
+        captured = [self._capture_target(inputs.batch(1), False) for inputs in reversed(self._chunk_inputs.values())]
         for bucket in reversed(self.buckets):
-            captured += [self._capture_target(inputs.batch(bucket)) for inputs in self._target_inputs.values()]
+            captured += [self._capture_target(inputs.batch(bucket), True) for inputs in self._target_inputs.values()]
             if self.drafting is not None:
                 self._capture_draft(bucket, sampled_drafts)
         # Every input says "write nothing" until it is first loaded.
@@ -168,10 +191,11 @@ class CapturedPasses(Passes):
             self._context.capture([rows for rows in captured if rows is not None])
         self.counters.replays.clear()
 
-    def _capture_target(self, batch: ForwardBatch) -> Tensor | None:
+    def _capture_target(self, batch: ForwardBatch, with_logits: bool) -> Tensor | None:
         def compute() -> _TargetResults:
             result = self.target.forward(batch, self.caches, self.captured_layers)
-            return _TargetResults(result.hidden, self.target.logits(result.hidden), result.captured)
+            logits = self.target.logits(result.hidden) if with_logits else None
+            return _TargetResults(result.hidden, logits, result.captured)
 
         return self._target_graphs.capture(named_inputs(batch), compute).captured
 

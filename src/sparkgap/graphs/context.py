@@ -27,7 +27,9 @@ class ContextGraphs(Protocol):
         """
         ...
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
+    def update(
+        self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor, is_round: bool = True
+    ) -> None:
         """Write the drafter's context KV.
 
         Args:
@@ -35,6 +37,7 @@ class ContextGraphs(Protocol):
             positions: int64 `[rows]`.
             slots: int64 `[rows]`; -1 writes nothing.
             following: int64 `[rows]`, the token after each row's.
+            is_round: whether the rows are of a decode round.
         """
         ...
 
@@ -61,10 +64,12 @@ class MaskedContextGraphs:
                 _capture(self._graphs, self._model, inputs)
         self._graphs.replay(self._tensors(min(captured, key=len)))
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
+    def update(
+        self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor, is_round: bool = True
+    ) -> None:
         """See `ContextGraphs.update`."""
         self._inputs.load(positions, slots, following, captured.shape[0])
-        self._graphs.replay(self._tensors(captured))
+        self._graphs.replay(self._tensors(captured), is_round)
 
     def _tensors(self, captured: Tensor) -> dict[str, Tensor]:
         return {"captured": captured, **self._inputs.tensors(captured.shape[0])}
@@ -97,7 +102,9 @@ class CompactContextGraphs:
             _capture(self._graphs, self._model, self._tensors(rows))
         self._graphs.replay(self._tensors(self._buckets[0]))
 
-    def update(self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor) -> None:
+    def update(
+        self, captured: Tensor, positions: Tensor, slots: Tensor, following: Tensor, is_round: bool = True
+    ) -> None:
         """See `ContextGraphs.update`. Without an accepted row there is nothing to replay."""
         accepted = slots.ge(0).nonzero().view(-1)
         rows = len(accepted)
@@ -107,7 +114,7 @@ class CompactContextGraphs:
         assert bucket is not None, "no more rows than the target's largest graph has"
         torch.index_select(captured, 0, accepted, out=self._captured[:rows])
         self._inputs.select(positions, slots, following, accepted, bucket)
-        self._graphs.replay(self._tensors(bucket))
+        self._graphs.replay(self._tensors(bucket), is_round)
 
     def _tensors(self, rows: int) -> dict[str, Tensor]:
         return {"captured": self._captured[:rows], **self._inputs.tensors(rows)}

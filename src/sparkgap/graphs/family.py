@@ -102,15 +102,19 @@ class GraphFamily(Generic[Outputs]):
         """End capturing for good."""
         self._open = False
 
-    def replay(self, inputs: Mapping[str, Tensor]) -> Outputs:
+    def replay(self, inputs: Mapping[str, Tensor], is_round: bool = True) -> Outputs:
         """Run the graph that was captured over `inputs`, on their present content.
+
+        Args:
+            inputs: as `capture` was given.
+            is_round: whether it is a pass of a decode round, which are counted.
 
         Raises:
             MissingBindingError: there is none.
         """
         graph, outputs = self._find(inputs)
         graph.replay()
-        self.counters.replays[self.name] += 1
+        self.counters.replays[self.name] += is_round
         return outputs
 
     def graph(self, inputs: Mapping[str, Tensor]) -> CpuGraph:

@@ -64,6 +64,15 @@ class TargetInputs:
         _fill(self._slots, batch.slots, end, -1)
         self._block_tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
 
+    def load_chunk(self, batch: ForwardBatch) -> None:
+        """Take over a batch of one sequence with fewer rows: those that pad belong to none, and attend to nothing."""
+        tables = batch.attention.block_tables
+        _fill(self._token_ids, batch.token_ids, self.rows, 0)
+        _fill(self._positions, batch.attention.positions, self.rows, 0)
+        _fill(self._slots, batch.slots, self.rows, -1)
+        self._row_starts[1] = batch.token_ids.shape[0]
+        self._block_tables[:, : tables.shape[1]].copy_(tables)
+
 
 class DraftInputs:
     """Inputs of draft passes.
