@@ -10,6 +10,7 @@ import transformers
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.errors import ConfigError, EngineError, PromptError
+from sparkgap.graphs.captured import CapturedPasses
 
 from .tiny_model import EOS, VOCAB_SIZE, write_tiny_model
 
@@ -188,18 +189,16 @@ def test_threads_share_the_engine(llm):
 
 
 def test_a_failure_in_computing_is_raised_and_leaves_the_engine_usable(llm, monkeypatch):
-    target = llm._loaded.target
-    forward = type(target).forward
-
-    def broken(self, *args):
+    def broken(self, batch):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(type(target), "forward", broken)
+    prefill = CapturedPasses.prefill
+    monkeypatch.setattr(CapturedPasses, "prefill", broken)
     with pytest.raises(EngineError, match=r"tiny.*MemoryError: no memory"):
         llm.generate(["a", "b"], GREEDY)
     with pytest.raises(EngineError):
         list(llm.stream("a", GREEDY))
-    monkeypatch.setattr(type(target), "forward", forward)
+    monkeypatch.setattr(CapturedPasses, "prefill", prefill)
     assert is_idle(llm)
     assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) == 20
 

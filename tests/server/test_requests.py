@@ -167,6 +167,13 @@ def test_values_out_of_range(change, param):
     assert refused(ChatBody, CHAT | change).param == param
 
 
+def test_other_parts_than_text_are_refused_by_name():
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}):
+        error = refused(ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]})
+        assert (error.param, error.code) == ("messages[0].content[1].type", "unsupported_parameter")
+        assert part["type"] in error.message
+
+
 @pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", 1], [[1], "a"], [-1], [True], {"a": 1}, [1.5]])
 def test_prompts_of_no_form(prompt):
     assert refused(CompletionBody, {"prompt": prompt}).param.startswith("prompt")

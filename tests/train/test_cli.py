@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 
 from sparkgap.cli import main
 from sparkgap.train.building import head_rows
@@ -31,6 +32,33 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, tmp_path, capsys
     assert exit_.value.code == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert message in errors[-1]
+
+
+def test_one_process_trains_in_a_directory(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    with FileLock(tmp_path / ".lock"):
+        for out, message in (
+            (tmp_path, f"another process trains in {tmp_path}"),
+            (tmp_path / "file", "out must be a directory"),
+            (tmp_path / "file" / "out", "cannot be written"),
+        ):
+            with pytest.raises(SystemExit) as exit_:
+                main(["train", "--out", str(out)])
+            assert exit_.value.code == 2
+            (line,) = capsys.readouterr().err.strip().splitlines()
+            assert message in line
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparkgap.train.run.train", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--out", str(tmp_path)])
+    assert exit_.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().err.replace("\n", " ")
+    assert "the same command goes on" in (tmp_path / "train.log").read_text()
 
 
 def test_the_frozen_head_is_the_targets_own(tiny_target):

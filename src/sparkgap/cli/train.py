@@ -1,9 +1,12 @@
 """`sparkgap train`: make a drafter for any supported model, with no data set."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock, Timeout
 
 from sparkgap.cli.console import print_json, use_utf8_output
 from sparkgap.config import DEFAULT_MODEL
@@ -182,7 +185,29 @@ def train(
     from sparkgap.train.progress import Progress
     from sparkgap.train.run import train as run
 
-    out.mkdir(parents=True, exist_ok=True)
-    report = run(config, Progress(Console(stderr=True), out / "train.log"))
+    with _hold(out):
+        progress = Progress(Console(stderr=True), out / "train.log")
+        try:
+            report = run(config, progress)
+        except KeyboardInterrupt:
+            progress.log("interrupted; the same command goes on from the last conversations or step that were kept")
+            raise
     if as_json:
         print_json(report)
+
+
+@contextmanager
+def _hold(out: Path) -> Iterator[None]:
+    """Make the directory of a run, and keep other processes out of it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"another process trains in {out}; wait for it, or give another --out") from None
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()

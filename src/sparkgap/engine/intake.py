@@ -91,7 +91,7 @@ class Intake:
         if num_prompt_tokens >= context:
             raise PromptError(
                 f"the prompt has {num_prompt_tokens} tokens and max_model_len is {context}, which must leave room "
-                "for output; shorten the prompt or raise max_model_len"
+                "for output; shorten the prompt, or raise max_model_len where the model has more positions"
             )
         room = context - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -152,6 +152,8 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = PlainRunner(target, caches, sampler, passes)
     facts = _engine_facts(config, passes, speculation)
     pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
+    if isinstance(passes, CapturedPasses):
+        _logger.info("%s", passes.counters.summary())
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
     served: Runner = runner if pipelined is None else pipelined
     reads_ahead = chosen is not None and chosen.drafter.reads_ahead
@@ -312,7 +314,7 @@ def _capture(
     policy = None if speculation is None else speculation.length_policy
     looked_up = config.lookup_tokens
     verified = (looked_up,) if looked_up else () if policy is None else draft_lengths(policy.lengths[0])[1:]
-    captured = CapturedPasses(
+    return CapturedPasses(
         passes.target,
         passes.caches,
         passes.drafting,
@@ -323,8 +325,6 @@ def _capture(
         verified_lengths=verified,
         context_graph="masked" if config.context_graph == "auto" else config.context_graph,
     )
-    _logger.info("%s", captured.counters.summary())
-    return captured
 
 
 def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation | None) -> EngineFacts:
@@ -371,5 +371,6 @@ def _chain(
         max_drafting=runner.speculation.max_sequences if isinstance(runner, SpeculativeRunner) else None,
     )
     passes.counters.memory_bytes += pipeline.nbytes
+    passes.counters.capture_ms += pipeline.capture_ms
     passes.end_startup()
     return PipelinedRunner(runner, pipeline, facts)

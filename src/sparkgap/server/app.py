@@ -63,6 +63,8 @@ async def _on_sparkgap_error(request: Request, error: Any) -> Response:
 
 async def _on_invalid_body(request: Request, error: Any) -> Response:
     told = from_validation(error.errors())
+    # The route was found, though its function is not reached.
+    request.scope["sparkgap.log"].handler = request.scope["route"].path
     _note(request, told)
     return told.response()
 

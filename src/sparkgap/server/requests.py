@@ -5,9 +5,9 @@ here with the values that ask for nothing.
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sparkgap.config import MAX_LOGPROBS, REPETITION_PENALTIES, SamplingParams
@@ -123,10 +123,18 @@ class GenerationBody(Body):
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
+def _text_only(kind: str) -> str:
+    if kind != "text":
+        raise PydanticCustomError(
+            "unsupported_parameter", "parts of type {kind} are not supported", {"kind": repr(kind)}
+        )
+    return kind
+
+
 class TextPart(Body):
     """A part of a message's content; other types than text are not supported."""
 
-    type: Literal["text"]
+    type: Annotated[str, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: str
 
 

@@ -191,7 +191,10 @@ async def first_model(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise ServerError(f"no server answers at {client.base_url}: {type(error).__name__}: {error}") from error
+        raise ServerError(
+            f"no server answers at {client.base_url}: {type(error).__name__}: {error}; start one (sparkgap serve), or "
+            "name another with --base-url"
+        ) from error
     if response.status_code != httpx.codes.OK:
         raise ServerError(
             f"{response.url} answers with status {response.status_code}: {_message(response.content)}; "

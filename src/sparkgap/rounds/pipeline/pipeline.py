@@ -1,6 +1,7 @@
 """Prepare, launch, consume: two rounds in flight, first in, first out."""
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -73,6 +74,7 @@ class Pipeline:
         texts: which row of the state's texts is whose.
         stream: where they run.
         nbytes: memory of Slots and programs.
+        capture_ms: time that capturing the programs took.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class Pipeline:
             SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths, max_drafting)
             for slot in self.slots
         )
+        started_s = time.perf_counter()
         with torch.inference_mode():
             for programs in self._programs:
                 programs.capture(self.buckets)
+        self.capture_ms = (time.perf_counter() - started_s) * 1000
         self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
         self._rounds: deque[RoundInFlight] = deque()
         self._in_flight: Counter[int] = Counter()
