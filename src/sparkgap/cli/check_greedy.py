@@ -150,7 +150,7 @@ class GreedySweep:
         result = combination.result
         write_text(
             _row(
-                combination.mode or "as set",
+                combination.mode or "default",
                 combination.num_speculative_tokens,
                 result.batch_size,
                 result.num_prompts,
