@@ -151,14 +151,13 @@ class TestPace:
             assert number % multiple == 0 or number == largest
             numbers.append(number)
             pacer.add_step(3, number, (decode_ms + pass_ms + number * token_ms) / 1e3)
-        # Between two multiples it alternates.
-        most, fewest = max(numbers[-20:]), min(numbers[-20:])
+        # Between two numbers that fit less and more than exactly it alternates.
+        most = max(numbers[-20:])
         most_ms, allowed_ms = pass_ms + most * token_ms, (stretch - 1) * decode_ms
         if most > min(multiple, largest):
             assert most_ms < 1.25 * allowed_ms + multiple * token_ms
         if most + multiple <= largest:
             assert 1.25 * (most_ms + multiple * token_ms) > allowed_ms
-        assert most - fewest <= max(multiple, 0.6 * fewest)
         assert pacer.num_tokens(0) == largest
 
     def test_passes_that_are_not_full_tell_nothing(self):
