@@ -1,7 +1,7 @@
 """Weights of matrix products, packed for the native kernels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from sparkgap.errors import CheckpointError
 from sparkgap.ops.native_base import NativeOperations
 from sparkgap.ops.network_kernels import NetworkKernels
 from sparkgap.ops.operands import LinearWeight, PackedForm, QuantizedWeight
-from sparkgap.ops.w8a8 import Quantization, equalize_columns
+from sparkgap.ops.w8a8 import Quantization
 
 ValueForm = Literal["int8", "bfloat16", "float32"]
 
@@ -67,17 +67,6 @@ class NativeWeightKernels(NativeOperations, NetworkKernels):
         return NativeLinearWeight(
             torch.empty(weight.shape, dtype=weight.dtype, device="meta"), bias, packed=packed, form=form
         )
-
-    def prepare_equalized(self, weight: Tensor) -> NativeLinearWeight:
-        """See `Kernels.prepare_equalized`.
-
-        Raises:
-            CheckpointError: the weight has infinities or NaN and is to be quantized.
-        """
-        if self.quantization != "w8a8":
-            return self.prepare_linear(weight)
-        values, multipliers = equalize_columns(weight)
-        return replace(self.prepare_linear(values), multipliers=multipliers)
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinearWeight:
         """See `Kernels.prepare_quantized`; packed as `prepare_linear` packs what it quantizes itself."""

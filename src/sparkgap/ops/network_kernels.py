@@ -2,16 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, PackedForm, QuantizedWeight, RotaryTable
+from sparkgap.ops.w8a8 import Quantization, equalize_columns
 
 
 class NetworkKernels(ABC):
-    """What targets and drafters compute with; see `Kernels`."""
+    """What targets and drafters compute with; see `Kernels`.
+
+    Attributes:
+        quantization: `w8a8` has `prepare_linear` quantize weights, and products their inputs; None neither.
+    """
+
+    quantization: Quantization | None = None
 
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None, quantize: bool = True) -> LinearWeight:
@@ -23,14 +31,20 @@ class NetworkKernels(ABC):
             quantize: False keeps the weight's dtype where these kernels quantize.
         """
 
-    @abstractmethod
     def prepare_equalized(self, weight: Tensor) -> LinearWeight:
         """`prepare_linear` of a weight whose input features differ in size by orders of magnitude.
 
         One int8 scale for a row of such inputs would lose most of them. Where these kernels quantize, each column is
         divided by its root mean square, and `linear` multiplies each input feature by it: what a feature brings to the
         product is then in its size.
+
+        Raises:
+            CheckpointError: the weight has infinities or NaN and is to be quantized.
         """
+        if self.quantization != "w8a8":
+            return self.prepare_linear(weight)
+        values, multipliers = equalize_columns(weight)
+        return replace(self.prepare_linear(values), multipliers=multipliers)
 
     @abstractmethod
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:

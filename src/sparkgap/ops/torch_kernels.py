@@ -7,7 +7,6 @@ kernels avoid that, this reference does not.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -19,7 +18,6 @@ from sparkgap.ops.operands import AttentionRows, KVCache, LinearWeight, Quantize
 from sparkgap.ops.w8a8 import (
     Quantization,
     QuantizedLinearWeight,
-    equalize_columns,
     linear_w8a8,
     quantize_weight,
 )
@@ -73,17 +71,6 @@ class TorchKernels(Kernels):
         if quantize and self.quantization == "w8a8":
             return self.prepare_quantized(quantize_weight(weight), bias)
         return LinearWeight(weight, bias)
-
-    def prepare_equalized(self, weight: Tensor) -> LinearWeight:
-        """See `Kernels.prepare_equalized`.
-
-        Raises:
-            CheckpointError: the weight has infinities or NaN and is to be quantized.
-        """
-        if self.quantization != "w8a8":
-            return self.prepare_linear(weight)
-        values, multipliers = equalize_columns(weight)
-        return replace(self.prepare_quantized(quantize_weight(values)), multipliers=multipliers)
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedLinearWeight:
         """See `Kernels.prepare_quantized`."""
