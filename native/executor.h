@@ -168,7 +168,10 @@ class Executor {
                     const Tensor& results);
   // See lookup.h.
   void look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
-               int64_t shortest, int64_t longest, const Tensor& out);
+               int64_t shortest, int64_t longest, const Tensor& out, const std::optional<Tensor>& runs);
+  // See scheduling.h.
+  void choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
+                     const Tensor& lengths, const Tensor& costs, const Tensor& chosen);
   void remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results);
   void hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,
                 const Tensor& state_positions);

@@ -5,6 +5,7 @@
 #include "lookup.h"
 #include "rounds.h"
 #include "sampling.h"
+#include "scheduling.h"
 
 namespace sparkgap {
 
@@ -166,7 +167,7 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
 }
 
 void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
-                       int64_t shortest, int64_t longest, const Tensor& out) {
+                       int64_t shortest, int64_t longest, const Tensor& out, const std::optional<Tensor>& runs) {
   require(positions.dims == 1, "positions", "int64 [sequences]", positions);
   const int64_t n = positions.size(0);
   if (shortest < 1 || longest < shortest) throw std::invalid_argument("lengths must be 1 <= shortest <= longest");
@@ -177,8 +178,26 @@ void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tenso
       sparkgap::look_up,
       {texts_of(texts, text_rows, n), as_int64(positions, "positions", n),
        drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, count + 1), shortest, longest, n, count,
-       static_cast<int64_t*>(out.data)});
-  submit({&call, 1}, {&texts, &text_rows, &positions, &draft_ids, &out});
+       static_cast<int64_t*>(out.data), runs ? const_cast<int32_t*>(int32_vector(*runs, "runs", n)) : nullptr});
+  submit({&call, 1}, {&texts, &text_rows, &positions, &draft_ids, &out, runs ? &*runs : &out});
+}
+
+void Executor::choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
+                             const Tensor& lengths, const Tensor& costs, const Tensor& chosen) {
+  require(confidences.dims == 2 && confidences.size(1) > 0, "confidences", "float32 [sequences, draft tokens]", confidences);
+  const int64_t n = confidences.size(0), count = confidences.size(1);
+  require(lengths.dims == 1 && lengths.size(0) > 0, "lengths", "int64 [choices]", lengths);
+  const int64_t choices = lengths.size(0), *numbers = as_int64(lengths, "lengths", choices);
+  for (int64_t i = 0; i < choices; i++)
+    require(numbers[i] >= 0 && numbers[i] <= count, "lengths", "numbers of draft tokens that there are", lengths);
+  require(costs.type == Tensor::Type::kFloat64 && costs.dims == 1 && costs.contiguous_from(0) && costs.size(0) == choices,
+          "costs", "contiguous float64 [choices]", costs);
+  const Call call = make_call<ChooseLength>(
+      sparkgap::choose_length,
+      {drafted<float>(confidences, Tensor::Type::kFloat32, "confidences", n, count + 1),
+       runs ? int32_vector(*runs, "runs", n) : nullptr, int32_vector(num_blocks, "num_blocks", n), numbers,
+       static_cast<const double*>(costs.data), n, choices, int64_out(chosen, "chosen", 1)});
+  submit({&call, 1}, {&confidences, runs ? &*runs : &num_blocks, &num_blocks, &lengths, &costs, &chosen});
 }
 
 void Executor::remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results) {

@@ -7,7 +7,7 @@ namespace sparkgap {
 namespace {
 
 // Place of the last token of the earlier run that is repeated; -1 without one.
-int64_t repeated(const int32_t* text, int64_t last, int64_t shortest, int64_t longest) {
+int64_t find_repeated(const int32_t* text, int64_t last, int64_t shortest, int64_t longest) {
   int64_t found = -1, found_length = shortest - 1;
   for (int64_t end = last - 1; end >= shortest - 1 && found_length < longest; end--) {
     const int64_t most = std::min(longest, end + 1);
@@ -16,6 +16,13 @@ int64_t repeated(const int32_t* text, int64_t last, int64_t shortest, int64_t lo
     if (length > found_length) found = end, found_length = length;
   }
   return found;
+}
+
+// Tokens up to `last` that are those up to `end`.
+int64_t length_of_run(const int32_t* text, int64_t last, int64_t end) {
+  int64_t length = 0;
+  while (length <= end && length < LookUp::kLongestRun && text[end - length] == text[last - length]) length++;
+  return length;
 }
 
 }  // namespace
@@ -34,7 +41,8 @@ void look_up(const LookUp& args, Worker worker) {
     const int32_t* text = args.texts.of(i, worker);
     const int64_t last = args.positions[i];
     const bool known = text && last >= 0 && last < args.texts.capacity;
-    const int64_t end = known ? repeated(text, last, args.shortest, args.longest) : -1;
+    const int64_t end = known ? find_repeated(text, last, args.shortest, args.longest) : -1;
+    if (args.runs) args.runs[i] = end < 0 ? 0 : int32_t(length_of_run(text, last, end));
     for (int64_t step = 0; step < args.count; step++) {
       const int64_t place = end + 1 + step;
       drafts[step] = end < 0 ? args.proposed.at(i, step) : place <= last ? text[place] : drafts[place - last - 1];

@@ -21,11 +21,14 @@ struct Texts {
 // else of one less, down to `shortest`. Where none did, the proposed draft tokens are taken. A text that ends too early
 // goes on as if it repeated itself from there.
 struct LookUp {
+  static constexpr int64_t kLongestRun = 64;
+
   Texts texts;
   const int64_t* positions;  // [sequences], of the anchors
   Drafted<int64_t> proposed;
   int64_t shortest, longest, sequences, count;
   int64_t* drafts;  // [sequences, count]
+  int32_t* runs;    // [sequences], last tokens that stood there, counted up to kLongestRun; 0 where nothing did. May be null
 };
 
 // Writes a round's tokens behind the anchors; what lies beyond the capacity is left out. More accepted tokens than a round

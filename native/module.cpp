@@ -106,7 +106,8 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t>(), "parts"_a, "first_pass"_a = 0)
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t, const std::optional<sparkgap::Tensor>&, const std::vector<int64_t>&>(),
+           "parts"_a, "first_pass"_a = 0, "selector"_a.none() = nb::none(), "choices"_a = std::vector<int64_t>())
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
 
@@ -177,7 +178,9 @@ NB_MODULE(_native, m) {
            "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
       .def("look_up", &Executor::look_up, "texts"_a, "text_rows"_a, "positions"_a, "draft_ids"_a, "shortest"_a, "longest"_a,
-           "out"_a)
+           "out"_a, "runs"_a.none() = nb::none())
+      .def("choose_length", &Executor::choose_length, "confidences"_a, "runs"_a.none(), "num_blocks"_a, "lengths"_a, "costs"_a,
+           "chosen"_a)
       .def("remember", &Executor::remember, "texts"_a, "text_rows"_a, "positions"_a, "results"_a)
       .def("hand_off", &Executor::hand_off, "next_anchors"_a, "next_positions"_a, "state_anchors"_a, "state_positions"_a)
       .def("empty", &Executor::empty, "shape"_a, "dtype"_a);

@@ -196,17 +196,24 @@ struct Pool::Place {
   uint32_t number;  // among all calls of the job
 
   Place next(const Job& job) const { return Place{list, call + 1, number + 1}.at_call(job); }
-  // The first call from here on: lists may be empty.
+  // The first call from here on: lists may be empty, or not chosen.
   Place at_call(const Job& job) const {
     Place place = *this;
-    while (place.list < job.lists.size() && place.call >= job.lists[place.list].calls.size()) place.list++, place.call = 0;
+    while (place.list < job.lists.size() &&
+           (place.call >= job.lists[place.list].calls.size() || (place.call == 0 && !job.lists[place.list].runs())))
+      place.list++, place.call = 0;
     return place;
+  }
+  // Whether no call follows, whatever is chosen: the last list with calls always runs.
+  bool is_last(const Job& job) const {
+    if (call + 1 < job.lists[list].calls.size()) return false;
+    const auto later = job.lists.subspan(list + 1);
+    return std::all_of(later.begin(), later.end(), [](const CallList& other) { return other.calls.empty(); });
   }
 };
 
 void Pool::execute(const Job& job, int index) {
   // The job lives on the caller's stack and is gone once the last barrier opens, after which the next may begin.
-  const uint32_t num_lists = uint32_t(job.lists.size());
   const int threads = job.threads;
   const bool may_leave = job.host != nullptr;
   TraceRing* const ring = job.trace ? &job.trace->ring(index) : nullptr;
@@ -214,7 +221,7 @@ void Pool::execute(const Job& job, int index) {
   std::byte* const scratch = members_[index]->scratch.data;
   int team = threads;
   bool announced = false;
-  for (Place place = Place{0, 0, 0}.at_call(job); place.list < num_lists;) {
+  for (Place place = Place{0, 0, 0}.at_call(job);;) {
     const CallList& list = job.lists[place.list];
     const uint32_t seen = resumed_.load(std::memory_order_relaxed);
     const int64_t begin_ns = ring ? now_ns() : 0;
@@ -231,11 +238,13 @@ void Pool::execute(const Job& job, int index) {
         when_under_way = nullptr;
       }
     }
-    const Place next = place.next(job);
-    if (index == 0 && may_leave) choose_team(job, team, next);
+    const bool is_last = place.is_last(job);
+    if (index == 0 && may_leave && !is_last) choose_team(job, team, place.next(job));
     if (team > 1) barrier(team);
-    place = next;
-    if (!may_leave || place.list == num_lists) continue;
+    if (is_last) break;
+    // Only now: what the call wrote may decide which list comes next.
+    const Place next = place = place.next(job);
+    if (!may_leave) continue;
     if (team == threads) {
       if (leave_at_.load(std::memory_order_relaxed) != next.number) continue;
       team--;
@@ -250,7 +259,8 @@ void Pool::execute(const Job& job, int index) {
   if (when_under_way) when_under_way->action();
 }
 
-// Says before the barrier of the call before whether the last thread leaves, or comes back, for the call at `next`.
+// Says before the barrier of the call before whether the last thread leaves, or comes back, for the call at `next`. What
+// decides which list comes next is written by thread 0, which calls this.
 void Pool::choose_team(const Job& job, int team, const Place& next) {
   const bool leaves = next.list + 1 < job.lists.size() && job.host->lasts();
   if (leaves == (team < job.threads)) return;

@@ -20,6 +20,10 @@ namespace sparkgap {
 struct CallList {
   std::span<const Call> calls;
   uint32_t graph = 0;
+  const int64_t* selector = nullptr;  // the list runs where this is `choice`; null: always
+  int64_t choice = 0;
+
+  bool runs() const { return !selector || *selector == choice; }
 };
 
 // Whether the host has work that the device's next results wait for. It needs a core for that: where every core has a
@@ -61,7 +65,8 @@ class Pool {
 
   // The same for several lists in a row, whose calls need at most `scratch_bytes`. While a trace is on, `number` gets the
   // run's number there, and else 0. Where the threads take all cores, the last of them sits out the calls that begin
-  // while the host's turn lasts, those of the last list apart.
+  // while the host's turn lasts, those of the last list apart. What a call writes decides whether later lists run; the
+  // first and the last list that have calls run always.
   uint32_t run(std::span<const CallList> lists, int threads, size_t scratch_bytes, uint32_t* number = nullptr,
                const WhenUnderWay* when_under_way = nullptr);
 

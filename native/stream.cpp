@@ -153,18 +153,31 @@ QueuedLaunch* StreamState::wait_for_work(QueuedLaunch* last) {
   return last->next;
 }
 
-Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass)
+Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass, const std::optional<Tensor>& selector,
+                 const std::vector<int64_t>& choices)
     : parts_(std::move(parts)), first_pass_(first_pass) {
   if (parts_.empty()) throw std::invalid_argument("a program needs at least one graph");
   if (first_pass_ >= parts_.size()) throw std::invalid_argument("the program has no such graph");
+  if (selector.has_value() == choices.empty()) throw std::invalid_argument("a selector and choices go together");
+  if (selector && (choices.size() != parts_.size() || choices.front() >= 0 || choices.back() >= 0))
+    throw std::invalid_argument("every graph needs a choice, and the first and the last one run always (-1)");
   threads_ = parts_.front()->threads();
   for (const auto& part : parts_) {
     if (!part || !part->size()) throw std::invalid_argument("a graph of the program holds no calls");
     if (part->threads() != threads_) throw std::invalid_argument("the program's graphs use different numbers of threads");
     lists_.push_back(part->calls());
+    if (const size_t number = lists_.size() - 1; selector && choices[number] >= 0) {
+      lists_.back().selector = as_int64(*selector, "selector", 1);
+      lists_.back().choice = choices[number];
+    }
     for (const Call& call : part->calls().calls) scratch_bytes_ = std::max(scratch_bytes_, call.scratch_bytes);
   }
+  if (!selector) return;
+  selector_ = selector->object;
+  Py_INCREF(selector_);
 }
+
+Program::~Program() { Py_XDECREF(selector_); }
 
 uint32_t Program::run(uint32_t* number, const WhenUnderWay* when_under_way) const {
   return Pool::shared().run(lists_, threads_, scratch_bytes_, number, when_under_way);

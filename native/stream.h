@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,13 @@ class Program {
  public:
   // `first_pass`: the graph in which the host may be told of launches that ended before: until its first call has run,
   // nothing shall come between a launch and the next.
-  explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0);
+  // `selector`, with `choices`: int64 [1], written by a graph of the program. A part with a choice of 0 or more runs only
+  // where the selector has that value when the part before has ended; the first and the last part have none (-1).
+  explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0,
+                   const std::optional<Tensor>& selector = std::nullopt, const std::vector<int64_t>& choices = {});
+  ~Program();
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
 
   size_t size() const { return parts_.size(); }
   void replay();  // on the caller's thread, GIL released
@@ -28,6 +35,7 @@ class Program {
   uint32_t run(uint32_t* number, const WhenUnderWay* when_under_way) const;
 
   std::vector<std::shared_ptr<Graph>> parts_;
+  PyObject* selector_ = nullptr;
   size_t first_pass_;
   std::vector<CallList> lists_;
   size_t scratch_bytes_ = 0;

@@ -60,12 +60,15 @@ def write_random_drafter(directory: Path, **changes) -> Path:
     return directory
 
 
-def write_looping_pair(directory: Path, *, sharpness: float = 2.0, **config_changes: Any) -> tuple[Path, Path]:
+def write_looping_pair(
+    directory: Path, *, sharpness: float = 2.0, confidences: bool = False, **config_changes: Any
+) -> tuple[Path, Path]:
     """A target whose next token mostly follows from the last one alone, and a drafter whose Markov head knows how.
 
     The target's attention and MLP are weak, so its logits are near those of `embedding -> final norm -> head`; the
     drafter's backbone says nothing and its head's rank is the hidden size, so it is that product exactly. Where the
-    rest of the target matters more, the drafter is wrong. `config_changes` replace keys of the target's config.json.
+    rest of the target matters more, the drafter is wrong. `confidences` gives it a confidence head, of random weights.
+    `config_changes` replace keys of the target's config.json.
     """
     model = write_tiny_model(directory / "target", seed=1)
     weights = load_file(model / "model.safetensors")
@@ -77,7 +80,7 @@ def write_looping_pair(directory: Path, *, sharpness: float = 2.0, **config_chan
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False} | config_changes))
-    wanted = settings(markov_rank=32)
+    wanted = settings(markov_rank=32, confidence_head=confidences, confidence_head_with_markov=confidences)
     tensors = random_tensors(wanted)
     tensors["norm.weight"] = torch.zeros(32)
     normed = embedding * (embedding.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights["model.norm.weight"]

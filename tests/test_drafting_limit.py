@@ -97,4 +97,6 @@ def test_small_models_have_no_limit_by_themselves(paths):
 @pytest.mark.model
 def test_the_default_model_has_one(default_model_path):
     llm = LLM(str(default_model_path), threads=1, device="cpu", max_model_len=256)
-    assert llm.info()["speculation"]["disable_by_batch_size"] == 2
+    assert llm.info()["speculation"]["disable_by_batch_size"] == 3
+    every = LLM(str(default_model_path), threads=1, max_model_len=256, speculative_config={"prefix_scheduling": False})
+    assert every.info()["speculation"]["disable_by_batch_size"] == 2

@@ -423,6 +423,25 @@ def test_matrix(command, monkeypatch, arguments):
         assert (counts["replays"]["context"] > 0) == (mode in ("compact", "masked", "pipeline"))
 
 
+def test_matrix_shows_the_pipeline_with_and_without_a_choice_of_lengths(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(latency, "_PHASE_REPEATS", 1)
+    model, drafter = write_looping_pair(tmp_path, confidences=True)
+    config = json.dumps({"model": str(drafter), "prefix_scheduling": True})
+    arguments = ["--matrix", "--max-tokens", "12", "--repeats", "1", "--warmups", "0", "--prompt-tokens", "20"]
+    arguments += ["--model", str(model), "--speculative-config", config, "--json"]
+    # The other modes cannot choose, and verify all.
+    status, out, err = command(*arguments, drafter=None, prompts=False)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report["columns"]) == ["plain", *latency.MATRIX_MODES, latency.ALL_DRAFTS]
+    assert report["identical"] is True
+    chosen, every = report["columns"]["pipeline"], report["columns"][latency.ALL_DRAFTS]
+    graphs = report["columns"]["graphs"]
+    assert every["per_request"] == graphs["per_request"]
+    assert every["per_request"]["draft_tokens"] == 5 * every["per_request"]["draft_rounds"]
+    assert chosen["per_request"]["draft_tokens"] < 5 * chosen["per_request"]["draft_rounds"]
+
+
 def test_matrix_with_an_mtp_drafter(command, pair, monkeypatch, tmp_path):
     monkeypatch.setattr(latency, "_PHASE_REPEATS", 1)
     drafter = write_mtp(tmp_path / "mtp", Path(pair[0]), "right")

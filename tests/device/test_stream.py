@@ -221,6 +221,77 @@ def test_a_core_is_left_to_the_host_while_it_works(extra_threads: int) -> None:
     assert all(count == threads for (_, part, _), count in calls.items() if part == 1)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_parts_that_are_not_chosen_do_not_run(threads: int) -> None:
+    """The choice is made by the part before, in the same launch; parts of several calls, with barriers between."""
+    kernels = NativeKernels(threads=threads)
+    selector, blocks = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    confidences, lengths = torch.ones(1, 3), torch.arange(4)
+    costs, values = torch.ones(4, dtype=torch.float64), torch.ones(9, 64)
+    totals = [torch.zeros(9, 64) for _ in range(5)]
+    added = torch.zeros(9, 64)
+
+    def adding(total: torch.Tensor) -> CpuGraph:
+        graph = CpuGraph(kernels.executor)
+        with graph.capture():
+            for _ in range(3):
+                kernels.executor.add_logits(values, total, added)
+                kernels.executor.convert(added, total)
+        return graph
+
+    choose, begin = CpuGraph(kernels.executor), CpuGraph(kernels.executor)
+    with begin.capture():
+        kernels.executor.convert(values, added)
+    with choose.capture():
+        kernels.choose_length(confidences, None, blocks, lengths, costs, selector)
+    parts = [("begin", begin), ("choose", choose), *((f"add {n}", adding(total)) for n, total in enumerate(totals))]
+    # The two parts of choice 1 are apart, and choice 3 has no part.
+    program = CpuProgram(parts, selector=selector, choices=[None, None, 0, 1, 2, 1, None])
+    stream, expected = CpuStream(), [0, 0, 0, 0, 0]
+    drawn = random.Random(1)
+    for turn in range(200):
+        choice = drawn.randrange(4)
+        costs.fill_(1e9)
+        costs[choice] = 1.0
+        if turn % 2:
+            program.replay()
+        else:
+            launch = stream.launch(program)
+            assert launch.wait(WAIT_S)
+            assert not launch.error
+        assert selector.item() == choice
+        runs = [wants is None or wants == choice for wants in (0, 1, 2, 1, None)]
+        expected = [old + 3 * ran for old, ran in zip(expected, runs, strict=True)]
+        for total, number in zip(totals, expected, strict=True):
+            assert (total == number).all()
+
+
+def test_choices_that_make_no_program_are_refused() -> None:
+    kernels = NativeKernels(threads=1)
+    add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
+    parts, selector = [("a", add), ("b", add), ("c", add)], torch.zeros(1, dtype=torch.int64)
+    for choices in ([None, 0], [0, None, None], [None, None, 1]):
+        with pytest.raises(ValueError, match="the first and the last one run always"):
+            CpuProgram(parts, selector=selector, choices=choices)
+    for given in ({"selector": selector}, {"choices": [None, 0, None]}):
+        with pytest.raises(ValueError, match="go together"):
+            CpuProgram(parts, **given)
+    for wrong in (torch.zeros(1), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="selector"):
+            CpuProgram(parts, selector=wrong, choices=[None, 0, None])
+
+
+def test_a_program_keeps_its_selector() -> None:
+    kernels = NativeKernels(threads=1)
+    add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
+    selector = torch.zeros(1, dtype=torch.int64)
+    before = sys.getrefcount(selector)
+    program = CpuProgram([("a", add), ("b", add), ("c", add)], selector=selector, choices=[None, 0, None])
+    assert sys.getrefcount(selector) == before + 1
+    del program
+    assert sys.getrefcount(selector) == before
+
+
 def test_programs_name_their_first_pass() -> None:
     kernels = NativeKernels(threads=1)
     add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))

@@ -1,5 +1,6 @@
 """What chains rounds on the device, against its torch reference."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparkgap.device.cpu import CpuGraph
 from sparkgap.ops.native_kernels import NativeKernels
-from sparkgap.ops.rounds import RoundStatus
+from sparkgap.ops.rounds import RoundStatus, continues_run
 from sparkgap.ops.torch_kernels import TorchKernels
 
 REFERENCE = TorchKernels()
@@ -219,12 +220,17 @@ def test_looking_up_and_remembering_equal_the_reference(
     results = torch.randint(0, 3, (sequences, count + 3), generator=generator)
     results[:, 0] = torch.randint(0, count + 1, (sequences,), generator=generator)
 
-    def run_both(kernels: Any, filled: tuple[torch.Tensor, torch.Tensor]) -> None:
-        kernels.look_up(texts_of[id(filled)], text_rows, positions, draft_ids, (shortest, shortest + more), filled[0])
-        kernels.remember(texts_of[id(filled)], text_rows, positions, results)
+    lengths = (shortest, shortest + more)
 
-    ours, expected = ((torch.full((sequences, count), -7), texts.clone()) for _ in range(2))
-    texts_of = {id(filled): filled[1] for filled in (ours, expected)}
+    def run_both(kernels: Any, filled: tuple[torch.Tensor, ...]) -> None:
+        drafts, texts, runs = filled
+        kernels.look_up(texts, text_rows, positions, draft_ids, lengths, drafts, runs)
+        kernels.remember(texts, text_rows, positions, results)
+
+    ours, expected = (
+        (torch.full((sequences, count), -7), texts.clone(), torch.full((sequences,), -7, dtype=torch.int32))
+        for _ in range(2)
+    )
     kernels = NativeKernels(threads=2)
     if graph:
         recorded = CpuGraph(kernels.executor)
@@ -237,6 +243,86 @@ def test_looking_up_and_remembering_equal_the_reference(
     run_both(REFERENCE, expected)
     assert torch.equal(ours[0], expected[0])
     assert torch.equal(ours[1], expected[1])
+    assert torch.equal(ours[2], expected[2])
+    assert ((ours[2] >= shortest) | (ours[0] == draft_ids).all(1)).all()
+    kernels.look_up(texts, text_rows, positions, draft_ids, lengths, expected[0])
+    assert torch.equal(ours[0], expected[0])
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(threads=1), REFERENCE])
+@pytest.mark.parametrize(("tokens", "run"), [(3, 2), (9, 8), (64, 63), (65, 64), (66, 64), (90, 64)])
+def test_the_length_of_a_run_is_counted_up_to_a_limit(kernels: Any, tokens: int, run: int) -> None:
+    texts, runs = torch.full((1, 100), 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    row, drafts = torch.zeros(1, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int64)
+    kernels.look_up(texts, row, torch.tensor([tokens - 1]), drafts, (2, 4), drafts.clone(), runs)
+    assert runs.item() == run
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@some
+@given(sequences=st.integers(1, 6), count=st.integers(1, 9), looks_up=st.booleans(), seed=st.integers(0, 10**6))
+def test_the_chosen_length_is_the_references(
+    graph: bool, sequences: int, count: int, looks_up: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    confidences = torch.rand((count, sequences), generator=generator).t()
+    if seed % 5 == 0:
+        confidences[0, 0] = torch.nan
+    runs = torch.randint(0, 9, (sequences,), generator=generator).int() if looks_up else None
+    num_blocks = (torch.rand(sequences, generator=generator) < 0.7).int() * 3
+    some_lengths = torch.rand(count + 1, generator=generator) < 0.7
+    some_lengths[seed % (count + 1)] = True
+    lengths = some_lengths.nonzero()[:, 0].contiguous()
+    costs = (1 + torch.rand(len(lengths), generator=generator, dtype=torch.float64)).cumsum(0)
+    ours, expected = torch.tensor([-7]), torch.tensor([-7])
+    kernels = NativeKernels(threads=2)
+    if graph:
+        recorded = CpuGraph(kernels.executor)
+        with recorded.capture():
+            kernels.choose_length(confidences, runs, num_blocks, lengths, costs, ours)
+        assert ours.item() == -7
+        recorded.replay()
+    else:
+        kernels.choose_length(confidences, runs, num_blocks, lengths, costs, ours)
+    REFERENCE.choose_length(confidences, runs, num_blocks, lengths, costs, expected)
+    assert torch.equal(ours, expected)
+    if not num_blocks.any() or bool(confidences.isnan().any() and not looks_up and num_blocks[0]):
+        return
+    # By hand: the best of all, and no shorter one is as good.
+    survival = [[confidences[i, : k + 1].double().prod().item() for k in range(count)] for i in range(sequences)]
+    for i, run in enumerate(runs.tolist() if runs is not None else []):
+        if run:
+            steps = [continues_run(run + k) for k in range(count)]
+            survival[i] = [torch.tensor(steps[: k + 1], dtype=torch.float64).prod().item() for k in range(count)]
+    rates = [
+        sum(1 + sum(survival[i][:length]) for i in range(sequences) if num_blocks[i]) / cost
+        for length, cost in zip(lengths.tolist(), costs.tolist(), strict=True)
+    ]
+    if not any(math.isnan(rate) for rate in rates):
+        assert rates[ours.item()] == pytest.approx(max(rates))
+
+
+def test_wrong_operands_of_a_choice_are_refused() -> None:
+    kernels = NativeKernels(threads=1)
+    good = {
+        "confidences": torch.rand(2, 3),
+        "runs": torch.zeros(2, dtype=torch.int32),
+        "num_blocks": torch.ones(2, dtype=torch.int32),
+        "lengths": torch.tensor([1, 3]),
+        "costs": torch.ones(2, dtype=torch.float64),
+        "chosen": torch.tensor([0]),
+    }
+    kernels.choose_length(*good.values())
+    for name, wrong in {
+        "confidences": torch.rand(2, 3).double(),
+        "runs": torch.zeros(3, dtype=torch.int32),
+        "num_blocks": torch.ones(2),
+        "lengths": torch.tensor([1, 4]),
+        "costs": torch.ones(3, dtype=torch.float64),
+        "chosen": torch.tensor([0, 0]),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            kernels.choose_length(*(good | {name: wrong}).values())
 
 
 @pytest.mark.parametrize("accepted", [-1, 3, 2**40])

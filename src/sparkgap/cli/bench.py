@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparkgap.bench.prompts import encode_prompts
-from sparkgap.cli.bench_options import PromptOptions, check_positive, load_speculating_llm, progress_bar
+from sparkgap.cli.bench_options import PromptOptions, check_positive, load_verifying_llm, progress_bar
 from sparkgap.cli.bench_serve import serve_load
 from sparkgap.cli.console import print_json, use_utf8_output
 from sparkgap.cli.latency import latency
@@ -31,12 +31,15 @@ def acceptance(
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object.")] = False,
 ) -> None:
-    """Measure how many draft tokens the target accepts, by category of prompts and overall."""
+    """Measure how many draft tokens the target accepts, by category of prompts and overall.
+
+    All are verified, also where fewer would pay.
+    """
     use_utf8_output()
     check_positive("batch-size", batch_size)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     chosen = prompts.read()
-    llm = load_speculating_llm(engine, batch_size)
+    llm = load_verifying_llm(engine, batch_size)
     from sparkgap.bench.acceptance import by_category, measure_acceptance, summarize
 
     encoded = encode_prompts(llm, chosen, raw=prompts.raw)

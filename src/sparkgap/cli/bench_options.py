@@ -73,6 +73,8 @@ def check_positive(name: str, value: int) -> None:
 def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, EngineConfig]:
     """The configuration in each of some execution modes, by their names.
 
+    Modes outside the pipeline verify all draft tokens: `prefix_scheduling` is the pipeline's alone.
+
     Raises:
         ConfigError: there is no such mode, or the configuration says itself how rounds are run.
     """
@@ -83,14 +85,17 @@ def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, Engine
         if getattr(config, name) != "auto":
             option = name.replace("_", "-")
             raise ConfigError(f"a mode sets {option} itself; leave out --{option}, or the modes")
-    return {mode: replace(config, **EXECUTION_MODES[mode]) for mode in modes}
+    wanted = config.speculative_config
+    carried = config
+    if wanted is not None and wanted.prefix_scheduling:
+        carried = replace(config, speculative_config=replace(wanted, prefix_scheduling=None))
+    return {mode: replace(config if mode == "pipeline" else carried, **EXECUTION_MODES[mode]) for mode in modes}
 
 
 def speculating_config(engine: EngineOptions, num_seqs: int) -> EngineConfig:
     """The configuration of a model with its drafter, which decodes at least `num_seqs` sequences together.
 
-    It drafts for all of them, unless it says itself when to draft: what is looked at are drafts, also where they do not
-    pay.
+    It drafts for all of them, unless it says itself when to draft: drafts are looked at also where they do not pay.
 
     Raises:
         ConfigError: speculation is switched off.
@@ -106,14 +111,21 @@ def speculating_config(engine: EngineOptions, num_seqs: int) -> EngineConfig:
     return replace(config, max_num_seqs=most, speculative_config=wanted)
 
 
-def load_speculating_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
-    """A model with its drafter, which decodes at least `num_seqs` sequences together.
+def load_verifying_llm(engine: EngineOptions, num_seqs: int) -> "LLM":
+    """A model with its drafter, which decodes at least `num_seqs` sequences together and verifies all draft tokens.
+
+    It verifies as many as pay if it says itself so.
 
     Raises:
         ConfigError: speculation is switched off, or there is no drafter, named or shipped.
         SparkgapError: the model or the drafter cannot be had.
     """
-    return loading.load_llm(speculating_config(engine, num_seqs))
+    config = speculating_config(engine, num_seqs)
+    wanted = config.speculative_config
+    assert wanted is not None
+    if wanted.prefix_scheduling is None:
+        wanted = replace(wanted, prefix_scheduling=False)
+    return loading.load_llm(replace(config, speculative_config=wanted))
 
 
 class Advance(Protocol):

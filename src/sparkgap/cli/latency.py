@@ -1,6 +1,6 @@
 """`sparkgap bench latency`: plain decoding, speculation and other engines side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +27,9 @@ MATRIX_MODES = ("graphs", "compact", "masked", "pipeline")
 
 MATRIX_PROMPT_TOKENS = 1868
 """Length of the made-up prompt of `--matrix`."""
+
+ALL_DRAFTS = "pipeline, all drafts"
+"""Column of the pipeline that verifies all draft tokens of each round, as the other modes do."""
 
 SPECULATIVE = "speculative"
 """Column of speculation as configured."""
@@ -114,6 +117,8 @@ def latency(
     if matrix and (mtp is not None or not mode):
         compared |= _mtp_column(config, mtp)
     plain, speculative = _load(config, compared)
+    if matrix and not mode:
+        speculative |= _all_drafts_column(speculative)
     encoded = _encode(plain, chosen, prompts.raw, prompt_tokens)
     check_room(encoded, max_tokens, plain.info()["max_model_len"])
     own = [EngineColumn(plain), *(EngineColumn(llm, name) for name, llm in speculative.items())]
@@ -211,6 +216,16 @@ def _compared(config: EngineConfig, modes: Sequence[str]) -> dict[str, EngineCon
     return mode_configs(replace(config, speculative_config=wanted), modes)
 
 
+def _all_drafts_column(speculative: "Mapping[str, LLM]") -> "dict[str, LLM]":
+    """The pipeline that verifies all draft tokens, as the modes beside it do; none where it does so anyway."""
+    pipeline = speculative["pipeline"]
+    wanted = pipeline.config.speculative_config
+    if wanted is None or pipeline.info()["speculation"]["prefix_scheduling"] is None:
+        return {}
+    every = replace(wanted, prefix_scheduling=False)
+    return {ALL_DRAFTS: loading.load_llm(replace(pipeline.config, speculative_config=every))}
+
+
 def _mtp_column(config: EngineConfig, mtp: str | None) -> dict[str, EngineConfig]:
     """The configuration with an MTP drafter in the pipeline, by its column's name; none where none is named or shipped.
 
@@ -226,7 +241,8 @@ def _mtp_column(config: EngineConfig, mtp: str | None) -> dict[str, EngineConfig
         found = match_shipped(open_checkpoint(config.model, allow_download=config.allow_download), "mtp").drafter
         if found is None or found.settings.method != "mtp":
             return {}
-    speculation = replace(wanted, method="mtp", model=mtp, num_speculative_tokens=None)
+    # It gives no confidences to choose by.
+    speculation = replace(wanted, method="mtp", model=mtp, num_speculative_tokens=None, prefix_scheduling=None)
     in_pipeline = mode_configs(replace(config, speculative_config=speculation), ["pipeline"])["pipeline"]
     return {f"MTP-{loading.num_draft_tokens(in_pipeline)} + pipeline": in_pipeline}
 

@@ -35,6 +35,10 @@ class SpeculativeConfig:
             keeps the output the one without speculation; `probabilistic` samples them.
         adaptive_length: verify only as many draft tokens in a round as pay, by measured times and recent acceptance,
             down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
+        prefix_scheduling: let the device verify only as many draft tokens in a round as pay, by the confidences that
+            the drafter gives them and by what passes were measured to take at startup. None does where rounds are in
+            the task pipeline, the drafter has a confidence head and the CPU reads its weights from memory. Changes no
+            token; not with `adaptive_length`.
         disable_by_batch_size: most sequences that are decoded together with drafts; rounds of more are plain, because
             drafting and verifying many rows takes longer than it saves. None draws the line where it was measured on
             CPUs (2 sequences with 5 draft tokens), and none elsewhere. Changes no token; not with
@@ -53,6 +57,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     draft_sample_method: str = "greedy"
     adaptive_length: bool = False
+    prefix_scheduling: bool | None = None
     disable_by_batch_size: int | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = 2
@@ -111,8 +116,24 @@ class SpeculativeConfig:
             "adaptive_length needs draft_sample_method greedy: with probabilistic, a seeded request's tokens would "
             "depend on the lengths",
         )
+        self._check_prefix_scheduling()
         self._check_batch_size()
         self._check_lookup()
+
+    def _check_prefix_scheduling(self) -> None:
+        wanted = self.prefix_scheduling
+        check(
+            wanted is None or isinstance(wanted, bool),
+            f"prefix_scheduling must be True, False or None, got {wanted!r}",
+        )
+        check(
+            not (wanted and self.adaptive_length),
+            "prefix_scheduling and adaptive_length both say how many draft tokens are verified; use one of them",
+        )
+        check(
+            not (wanted and not self.needs_drafter),
+            "prefix_scheduling needs a drafter that gives confidences; method ngram has none",
+        )
 
     def _check_batch_size(self) -> None:
         most = self.disable_by_batch_size

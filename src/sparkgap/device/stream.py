@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
 
@@ -13,15 +15,25 @@ class CpuProgram:
         graphs: with their names.
         first_pass: name of the graph with which the launch is under way. Who waits for the launch before is woken
             once its first call has run, and not between the two launches.
+        selector: int64 `[1]`, which a graph of the program writes on the device; None without `choices`.
+        choices: for each graph, the value of `selector` with which it runs, or None: it always runs. The first and the
+            last always do.
 
     Attributes:
         names: of the graphs, in order, for those who look at the times of a launch.
     """
 
-    def __init__(self, graphs: Sequence[tuple[str, CpuGraph]], first_pass: str | None = None) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[tuple[str, CpuGraph]],
+        first_pass: str | None = None,
+        selector: Tensor | None = None,
+        choices: Sequence[int | None] = (),
+    ) -> None:
         self.names = tuple(name for name, _ in graphs)
         first = 0 if first_pass is None else self.names.index(first_pass)
-        self._native = _native.Program([graph.native for _, graph in graphs], first)
+        wanted = [-1 if choice is None else choice for choice in choices]
+        self._native = _native.Program([graph.native for _, graph in graphs], first, selector, wanted)
 
     def replay(self) -> None:
         """Run it on this thread.

@@ -74,6 +74,14 @@ def _pipeline(loaded: LoadedEngine) -> dict[str, Any]:
     }
 
 
+def _prefix_scheduling(loaded: LoadedEngine) -> dict[str, Any] | None:
+    """What the device chooses the number of verified draft tokens by; None where a round verifies all."""
+    costs = None if loaded.pipeline is None else loaded.pipeline.pipeline.costs
+    if costs is None:
+        return None
+    return {"verified_tokens": costs.lengths.tolist(), "round_ms": costs.as_dict()}
+
+
 def _speculation(loaded: LoadedEngine, config: EngineConfig) -> dict[str, Any] | None:
     chosen, number = loaded.speculation, config.lookup_tokens
     if chosen is None:
@@ -81,15 +89,16 @@ def _speculation(loaded: LoadedEngine, config: EngineConfig) -> dict[str, Any] |
             return None
         lengths = config.speculative_config.lookup_lengths
         return {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup": lengths}
-    drafter = chosen.drafter.config
+    drafter, scheduling = chosen.drafter.config, _prefix_scheduling(loaded)
     settings = drafter.settings
     return {
         "drafter": drafter.name,
         "method": settings.method,
         "num_speculative_tokens": chosen.num_speculative_tokens,
         "draft_sample_method": chosen.config.draft_sample_method,
-        "disable_by_batch_size": drafting_sequences(chosen, loaded.target),
+        "disable_by_batch_size": drafting_sequences(chosen, loaded.target, scheduling is not None),
         "prompt_lookup": chosen.config.lookup_lengths,
+        "prefix_scheduling": scheduling,
         "parameters": chosen.drafter.num_parameters,
         "draft_vocab_size": settings.draft_vocab_size,
         "target_layer_ids": list(settings.target_layer_ids),

@@ -17,7 +17,13 @@ from sparkgap.engine.engine import Engine
 from sparkgap.engine.intake import ModelLimits
 from sparkgap.engine.memory import check_model_fits, kv_cache_blocks
 from sparkgap.engine.packed import kept_weights
-from sparkgap.engine.speculation import ChosenDrafter, drafting_sequences, find_drafter, find_shipped_drafter
+from sparkgap.engine.speculation import (
+    ChosenDrafter,
+    drafting_sequences,
+    find_drafter,
+    find_shipped_drafter,
+    schedules_prefixes,
+)
 from sparkgap.errors import ConfigError
 from sparkgap.graphs.captured import CapturedPasses
 from sparkgap.graphs.counters import GraphCounters
@@ -140,9 +146,12 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     eos_token_ids = tuple(i for i in checkpoint.eos_token_ids if i < model.vocab_size)
     draw = DeviceDraw(kernels) if isinstance(kernels, NativeKernels) else None
     sampler = Sampler(checkpoint.name, eos_token_ids, draw)
-    speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len)
+    captures = use_graphs and isinstance(kernels, NativeKernels)
+    facts = _engine_facts(config, captures, chosen)
+    schedules = chosen is not None and schedules_prefixes(chosen, target, refusals(facts))
+    speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len, schedules)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
-    if use_graphs and isinstance(kernels, NativeKernels):
+    if captures and isinstance(kernels, NativeKernels):
         passes = _capture(config, kernels, passes, speculation, max_model_len)
     if speculation is not None:
         runner: PlainRunner = SpeculativeRunner(target, caches, sampler, speculation, passes)
@@ -150,8 +159,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = LookupRunner(target, caches, sampler, lookup, config.lookup_tokens, max_model_len, passes)
     else:
         runner = PlainRunner(target, caches, sampler, passes)
-    facts = _engine_facts(config, passes, speculation)
-    pipelined = _chain(config, runner, passes, kernels, facts, max_model_len)
+    pipelined = _chain(config, runner, passes, kernels, facts, max_model_len, prefix_scheduling=schedules)
     if isinstance(passes, CapturedPasses):
         _logger.info("%s", passes.counters.summary())
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
@@ -295,7 +303,9 @@ def _prompt_lookup(wanted: SpeculativeConfig | None) -> PromptLookup | None:
     return None if wanted is None or wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
 
 
-def _speculation(chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], max_model_len: int) -> Speculation:
+def _speculation(
+    chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], max_model_len: int, schedules: bool
+) -> Speculation:
     return Speculation(
         drafter=chosen.drafter,
         caches=caches,
@@ -304,7 +314,7 @@ def _speculation(chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], m
         max_model_len=max_model_len,
         lookup=_prompt_lookup(chosen.config),
         length_policy=DraftLengthPolicy(chosen.num_speculative_tokens) if chosen.config.adaptive_length else None,
-        max_sequences=drafting_sequences(chosen, target),
+        max_sequences=drafting_sequences(chosen, target, schedules),
     )
 
 
@@ -327,15 +337,15 @@ def _capture(
     )
 
 
-def _engine_facts(config: EngineConfig, passes: Passes, speculation: Speculation | None) -> EngineFacts:
+def _engine_facts(config: EngineConfig, captured: bool, chosen: ChosenDrafter | None) -> EngineFacts:
     return EngineFacts(
         str(config.task_pipeline),
-        captured=isinstance(passes, CapturedPasses),
-        speculates=speculation is not None,
-        samples_drafts=speculation is not None and speculation.sample_method == "probabilistic",
+        captured=captured,
+        speculates=chosen is not None,
+        samples_drafts=chosen is not None and chosen.config.draft_sample_method == "probabilistic",
         looks_up=bool(config.lookup_tokens),
-        adapts_length=speculation is not None and speculation.length_policy is not None,
-        max_context_length=None if speculation is None else speculation.drafter.max_context_length,
+        adapts_length=chosen is not None and chosen.config.adaptive_length,
+        max_context_length=None if chosen is None else chosen.drafter.max_context_length,
     )
 
 
@@ -346,6 +356,8 @@ def _chain(
     kernels: Kernels,
     facts: EngineFacts,
     max_model_len: int,
+    *,
+    prefix_scheduling: bool,
 ) -> PipelinedRunner | None:
     """The runner that chains rounds on the device; None where admission refuses it.
 
@@ -369,6 +381,7 @@ def _chain(
         counters=passes.counters,
         lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
         max_drafting=runner.speculation.max_sequences if isinstance(runner, SpeculativeRunner) else None,
+        prefix_scheduling=prefix_scheduling,
     )
     passes.counters.memory_bytes += pipeline.nbytes
     passes.counters.capture_ms += pipeline.capture_ms

@@ -60,9 +60,14 @@ class NativeRoundKernels(NativeOperations, RoundKernels):
         draft_ids: Tensor,
         lengths: tuple[int, int],
         out: Tensor,
+        runs: Tensor | None = None,
     ) -> None:
         """See `Kernels.look_up`."""
-        self.executor.look_up(texts, text_rows, positions, draft_ids, *lengths, out)
+        self.executor.look_up(texts, text_rows, positions, draft_ids, *lengths, out, runs)
+
+    def choose_length(self, *operands: Any) -> None:
+        """See `Kernels.choose_length`."""
+        self.executor.choose_length(*operands)
 
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
         """See `Kernels.remember`."""

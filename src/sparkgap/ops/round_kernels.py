@@ -127,6 +127,7 @@ class RoundKernels:
         draft_ids: Tensor,
         lengths: tuple[int, int],
         out: Tensor,
+        runs: Tensor | None = None,
     ) -> None:
         """Drafts of each sequence: what followed its last tokens before, else what was proposed (`rounds.lookup`).
 
@@ -137,8 +138,36 @@ class RoundKernels:
             draft_ids: int64 `[sequences, N]`, the proposed draft tokens.
             lengths: fewest and most last tokens that are compared.
             out: int64 `[sequences, N]`, filled.
+            runs: int32 `[sequences]`, filled: how many of the last tokens stood there, counted up to `LONGEST_RUN`; 0
+                where the proposed draft tokens are taken.
         """
-        rounds.look_up(texts, text_rows, positions, draft_ids, lengths, out)
+        rounds.look_up(texts, text_rows, positions, draft_ids, lengths, out, runs)
+
+    def choose_length(
+        self,
+        confidences: Tensor,
+        runs: Tensor | None,
+        num_blocks: Tensor,
+        lengths: Tensor,
+        costs: Tensor,
+        chosen: Tensor,
+    ) -> None:
+        """The number of draft tokens, the same for all sequences, with the most expected tokens for its cost.
+
+        arXiv 2607.05147, Algorithm 1, for passes whose number of rows a sequence is one of a few. A sequence gives 1
+        token and, of each draft token, the product of the confidences up to it; one that was looked up has
+        `ops.rounds.continues_run` in place of a confidence. Of equals, the fewer draft tokens are taken; where nothing
+        is a number, the most.
+
+        Args:
+            confidences: float32 `[sequences, N]`, any strides.
+            runs: int32 `[sequences]`, see `look_up`; None where nothing is looked up.
+            num_blocks: int32 `[sequences]`, 0 for a sequence that only pads.
+            lengths: int64 `[choices]`, numbers of draft tokens, rising, at most N; fixed once captured.
+            costs: float64 `[choices]`, of a round with so many, in any unit.
+            chosen: int64 `[1]`, filled: index of the choice.
+        """
+        rounds.choose_length(confidences, runs, num_blocks, lengths, costs, chosen)
 
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
         """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`.

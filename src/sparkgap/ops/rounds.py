@@ -9,6 +9,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+LONGEST_RUN = 64
+"""Tokens up to which `look_up` counts how many of the last ones stood before."""
+
 
 class RoundStatus(IntEnum):
     """How a sequence's round ended."""
@@ -108,28 +111,70 @@ def hand_off(next_anchors: Tensor, next_positions: Tensor, state_anchors: Tensor
 
 
 def look_up(
-    texts: Tensor, text_rows: Tensor, positions: Tensor, draft_ids: Tensor, lengths: tuple[int, int], out: Tensor
+    texts: Tensor,
+    text_rows: Tensor,
+    positions: Tensor,
+    draft_ids: Tensor,
+    lengths: tuple[int, int],
+    out: Tensor,
+    runs: Tensor | None = None,
 ) -> None:
     """See `Kernels.look_up`."""
     out.copy_(draft_ids)
+    if runs is not None:
+        runs.zero_()
     for sequence, (row, last) in enumerate(zip(text_rows.tolist(), positions.tolist(), strict=True)):
-        if row >= 0 and 0 <= last < texts.shape[1]:
-            followed = _followed(texts[row, : last + 1].tolist(), lengths, out.shape[1])
-            if followed is not None:
-                out[sequence] = torch.tensor(followed)
+        if row < 0 or not 0 <= last < texts.shape[1]:
+            continue
+        text = texts[row, : last + 1].tolist()
+        end = _repeated(text, lengths)
+        if end is None:
+            continue
+        if runs is not None:
+            runs[sequence] = _length_of_run(text, end)
+        for place in range(end, end + out.shape[1]):
+            text.append(text[place])
+        out[sequence] = torch.tensor(text[last + 1 :])
 
 
-def _followed(text: list[int], lengths: tuple[int, int], count: int) -> list[int] | None:
-    """What followed the latest earlier place of the longest run of `text`'s last tokens; None without one."""
+def _repeated(text: list[int], lengths: tuple[int, int]) -> int | None:
+    """Where the latest earlier place of the longest run of `text`'s last tokens ends; None without one."""
     shortest, longest = lengths
     for length in range(longest, shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[-length:]:
-                whole = list(text)
-                for place in range(start + length, start + length + count):
-                    whole.append(whole[place])
-                return whole[len(text) :]
+                return start + length
     return None
+
+
+def _length_of_run(text: list[int], end: int) -> int:
+    """How many of the last tokens are those before `end`, counted up to `LONGEST_RUN`."""
+    most = min(end, LONGEST_RUN)
+    return next((length for length in range(most) if text[end - 1 - length] != text[-1 - length]), most)
+
+
+def continues_run(run: int) -> float:
+    """The probability that a text whose last `run` tokens stood before goes on as it did there: a rule of succession.
+
+    Of answers of the default model, runs of 2, 3, 4, 5, 6 and 8 tokens went on in 56, 68, 71, 79, 82 and 79 of 100
+    cases.
+    """
+    return (run + 1 / 3) / (run + 2)
+
+
+def choose_length(
+    confidences: Tensor, runs: Tensor | None, num_blocks: Tensor, lengths: Tensor, costs: Tensor, chosen: Tensor
+) -> None:
+    """See `Kernels.choose_length`."""
+    survival = confidences.double().cumprod(1)
+    if runs is not None:
+        steps = range(confidences.shape[1])
+        looked_up = torch.tensor([[continues_run(run + step) for step in steps] for run in runs.tolist()])
+        survival = torch.where(runs[:, None] > 0, looked_up.double().cumprod(1), survival)
+    tokens = torch.cat([torch.ones_like(survival[:, :1]), survival], dim=1).cumsum(1)[num_blocks > 0].sum(0)
+    rates = tokens[lengths] / costs
+    known = rates > 0  # not of confidences that are no numbers
+    chosen.fill_(int(torch.where(known, rates, 0.0).argmax()) if bool(known.any()) else len(lengths) - 1)
 
 
 def remember(texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:

@@ -16,6 +16,7 @@ from sparkgap.graphs.family import buckets_up_to
 from sparkgap.graphs.passes import Passes
 from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.rounds.pipeline.programs import SlotPrograms
+from sparkgap.rounds.pipeline.scheduling import RoundCosts, scheduled_widths
 from sparkgap.rounds.pipeline.slot import RoundShape, RoundState, SequenceResult, Slot
 from sparkgap.rounds.pipeline.texts import TextRows
 from sparkgap.rounds.sequence import Sequence
@@ -40,13 +41,13 @@ class RoundInFlight:
     Attributes:
         sequences: in the order of the round's rows.
         slot: index of the Slot that it runs in.
-        width: rows of each sequence; 1 in a round that does not draft.
+        widths: rows that each sequence may have, which the device chooses from; 1 in a round that does not draft.
         launch: what the stream knows of it.
     """
 
     sequences: tuple[Sequence, ...]
     slot: int
-    width: int
+    widths: tuple[int, ...]
     launch: _native.Launch
 
 
@@ -66,6 +67,7 @@ class Pipeline:
         counters: told of captures and replays.
         lookup_lengths: fewest and most last tokens whose earlier place in the text gives drafts; None looks nothing up.
         max_drafting: most sequences of a round that drafts; None lets all draft.
+        prefix_scheduling: whether the device chooses how many draft tokens a round verifies, by their confidences.
 
     Attributes:
         buckets: numbers of sequences that there are programs for, smallest first.
@@ -75,6 +77,7 @@ class Pipeline:
         stream: where they run.
         nbytes: memory of Slots and programs.
         capture_ms: time that capturing the programs took.
+        costs: what the choice of draft tokens goes by; None without one.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Pipeline:
         counters: GraphCounters,
         lookup_lengths: tuple[int, int] | None = None,
         max_drafting: int | None = None,
+        prefix_scheduling: bool = False,
     ) -> None:
         self.buckets = buckets_up_to(max_sequences)
         if max_drafting is not None and max_drafting < self.buckets[-1]:
@@ -100,8 +104,10 @@ class Pipeline:
         self.stream = CpuStream()
         self._counters = counters
         self._drafts = passes.drafting is not None
+        drafting = [bucket for bucket in self.buckets if max_drafting is None or bucket <= max_drafting]
+        self.costs = RoundCosts(scheduled_widths(width - 1), drafting) if prefix_scheduling else None
         self._programs = tuple(
-            SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths, max_drafting)
+            SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths, max_drafting, self.costs)
             for slot in self.slots
         )
         started_s = time.perf_counter()
@@ -109,6 +115,8 @@ class Pipeline:
             for programs in self._programs:
                 programs.capture(self.buckets)
         self.capture_ms = (time.perf_counter() - started_s) * 1000
+        if self.costs is not None:
+            self._programs[0].measure(self.costs)
         self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
         self._rounds: deque[RoundInFlight] = deque()
         self._in_flight: Counter[int] = Counter()
@@ -149,21 +157,21 @@ class Pipeline:
         if bucket is None or not sequences:
             raise ValueError(f"a round has 1 to {self.buckets[-1]} sequences, not {len(sequences)}")
         programs = self._programs[self._next_slot]
-        program, width = programs.of(bucket), programs.width(bucket)
+        program, widths = programs.of(bucket), programs.widths(bucket)
         before = self._rounds[-1].sequences if self._rounds else ()
         rows = {sequence.sequence_id: row for row, sequence in enumerate(before)}
         sources = [rows.get(sequence.sequence_id, -1) for sequence in sequences]
         text_rows = [self._text_row(sequence, source) for sequence, source in zip(sequences, sources, strict=True)]
         self.slots[self._next_slot].stage(sequences, sources, text_rows, bucket)
         launch = self.stream.launch(program)
-        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, width, launch))
+        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, widths, launch))
         for sequence in sequences:
             self._in_flight[sequence.sequence_id] += 1
         self._next_slot = (self._next_slot + 1) % NUM_SLOTS
         replays = self._counters.replays
         replays["target"] += 1
         if self._drafts:
-            replays["draft"] += width > 1
+            replays["draft"] += widths[-1] > 1
             replays["context"] += 1
 
     def consume(self) -> list[SequenceResult]:
@@ -177,7 +185,7 @@ class Pipeline:
             raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
         if oldest.launch.error:
             raise RoundFailedError(oldest.launch.error)
-        results = self.slots[oldest.slot].read_results(len(oldest.sequences), oldest.width)
+        results = self.slots[oldest.slot].read_results(len(oldest.sequences), oldest.widths)
         self._rounds.popleft()
         for sequence in oldest.sequences:
             self._in_flight[sequence.sequence_id] -= 1

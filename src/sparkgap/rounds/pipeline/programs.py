@@ -17,7 +17,11 @@ from sparkgap.graphs.family import GraphFamily
 from sparkgap.graphs.passes import DraftModel, Passes
 from sparkgap.models.heads import Proposal
 from sparkgap.ops.native_kernels import NativeKernels
+from sparkgap.rounds.pipeline.scheduling import RoundCosts
 from sparkgap.rounds.pipeline.slot import RoundState, Slot
+
+_MEASURED_POSITION = 255
+"""Position of the rows whose passes are timed."""
 
 
 class _TargetResults(NamedTuple):
@@ -39,6 +43,7 @@ class SlotPrograms:
         counters: told of the captures.
         lookup_lengths: fewest and most last tokens that are looked up; None looks nothing up.
         max_drafting: most sequences of a round that drafts; the others are plain, and keep the drafter's context.
+        costs: by which the device chooses how many draft tokens a round verifies; None verifies all.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class SlotPrograms:
         counters: GraphCounters,
         lookup_lengths: tuple[int, int] | None = None,
         max_drafting: int | None = None,
+        costs: RoundCosts | None = None,
     ) -> None:
         self._slot = slot
         self._state = state
@@ -58,6 +64,7 @@ class SlotPrograms:
         self._counters = counters
         self._lookup_lengths = lookup_lengths
         self._max_drafting = max_drafting
+        self._costs = costs
         executor = kernels.executor
         self._target: GraphFamily[_TargetResults] = GraphFamily("target", executor, counters)
         self._draft: GraphFamily[Proposal] = GraphFamily("draft", executor, counters)
@@ -65,6 +72,8 @@ class SlotPrograms:
         self._arena = _native.Arena()
         self._between: list[CpuGraph] = []
         self._programs: dict[int, CpuProgram] = {}
+        self._draft_passes: dict[int, CpuGraph] = {}
+        self._target_passes: dict[tuple[int, int], CpuGraph] = {}
 
     @property
     def nbytes(self) -> int:
@@ -94,32 +103,66 @@ class SlotPrograms:
             )
         return program
 
-    def width(self, bucket: int) -> int:
-        """Rows of each sequence in rounds of `bucket` sequences: 1 where they do not draft."""
-        drafts = self._max_drafting is None or bucket <= self._max_drafting
-        return self._slot.shape.width if drafts else 1
+    def widths(self, bucket: int) -> tuple[int, ...]:
+        """Rows that each sequence may have in rounds of `bucket` sequences, rising: 1 where they do not draft."""
+        if self._max_drafting is not None and bucket > self._max_drafting:
+            return (1,)
+        return (self._slot.shape.width,) if self._costs is None else self._costs.widths
+
+    def measure(self, costs: RoundCosts) -> None:
+        """Time the passes that rounds of each drafting number of sequences may take. Writes no KV."""
+        slot = self._slot
+        # The length of a short conversation: what attention costs is part of a row's cost.
+        slot.row_positions.fill_(min(_MEASURED_POSITION, slot.shape.max_model_len - 1))
+        for bucket, draft in sorted(self._draft_passes.items()):
+            costs.measure(bucket, draft, [self._target_passes[bucket, width] for width in costs.widths])
+        slot.row_positions.zero_()
 
     def _capture(self, bucket: int) -> CpuProgram:
-        model = self._passes.drafting
+        model, widths = self._passes.drafting, self.widths(bucket)
         parts = [self._record("begin", lambda: self._begin(bucket))]
         proposal: Proposal | None = None
-        if model is not None and self.width(bucket) > 1:
+        if model is not None and widths[-1] > 1:
             graph, proposal = self._capture_draft(bucket, model)
+            self._draft_passes[bucket] = graph
             parts.append(("draft", graph))
             if self._lookup_lengths is not None:
                 parts.append(self._record("look up", functools.partial(self._look_up, bucket, proposal)))
                 proposal = proposal._replace(token_ids=self._slot.drafts[:bucket])
-        parts.append(self._record("lay out", lambda: self._lay_out(bucket, proposal)))
-        graph, results = self._capture_target(bucket)
+            if len(widths) > 1:
+                parts.append(self._record("choose", functools.partial(self._choose, bucket, proposal)))
+        choices: list[int | None] = [None] * len(parts)
+        for choice, width in enumerate(widths):
+            verification = self._capture_verification(bucket, width, proposal)
+            parts += verification
+            choices += [choice if len(widths) > 1 else None] * len(verification)
+        parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
+        choices.append(None)
+        return CpuProgram(
+            parts,
+            "target" if proposal is None else "draft",
+            self._slot.choice if len(widths) > 1 else None,
+            choices if len(widths) > 1 else (),
+        )
+
+    def _capture_verification(self, bucket: int, width: int, proposal: Proposal | None) -> list[tuple[str, CpuGraph]]:
+        """A round from its rows to its results, for `width` rows of each sequence: so many draft tokens less one."""
+        model = self._passes.drafting
+        if proposal is not None:
+            proposal = proposal._replace(
+                token_ids=proposal.token_ids[:, : width - 1], scores=proposal.scores[:, : width - 1]
+            )
+        parts = [self._record("lay out", lambda: self._lay_out(bucket, width, proposal))]
+        graph, results = self._capture_target(bucket, width)
+        self._target_passes[bucket, width] = graph
         parts.append(("target", graph))
-        parts.append(self._record("settle", lambda: self._settle(bucket, results.logits, proposal)))
+        parts.append(self._record("settle", lambda: self._settle(bucket, width, results.logits, proposal)))
         if model is not None:
             assert results.captured is not None
-            parts.append(("context", self._capture_context(bucket, results.captured, model)))
+            parts.append(("context", self._capture_context(bucket, width, results.captured, model)))
         if self._lookup_lengths is not None:
-            parts.append(self._record("remember", lambda: self._remember(bucket)))
-        parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
-        return CpuProgram(parts, first_pass="target" if proposal is None else "draft")
+            parts.append(self._record("remember", lambda: self._remember(bucket, width)))
+        return parts
 
     def _record(self, name: str, compute: Callable[[], None]) -> tuple[str, CpuGraph]:
         """A graph of what lies between the passes."""
@@ -162,20 +205,34 @@ class SlotPrograms:
             proposal.token_ids,
             self._lookup_lengths,
             slot.drafts[:bucket],
+            slot.runs[:bucket],
         )
 
-    def _remember(self, bucket: int) -> None:
+    def _choose(self, bucket: int, proposal: Proposal) -> None:
+        slot, costs = self._slot, self._costs
+        assert costs is not None
+        assert proposal.confidences is not None
+        self._kernels.choose_length(
+            proposal.confidences,
+            None if self._lookup_lengths is None else slot.runs[:bucket],
+            slot.num_blocks[:bucket],
+            costs.lengths,
+            costs.of(bucket),
+            slot.choice,
+        )
+
+    def _remember(self, bucket: int, width: int) -> None:
         slot = self._slot
         self._kernels.remember(
             self._state.texts,
             slot.text_rows[:bucket],
             slot.positions[:bucket],
-            slot.results_of(bucket, self.width(bucket)),
+            slot.results_of(bucket, width),
         )
 
-    def _lay_out(self, bucket: int, proposal: Proposal | None) -> None:
+    def _lay_out(self, bucket: int, width: int, proposal: Proposal | None) -> None:
         slot, shape = self._slot, self._slot.shape
-        end = bucket * self.width(bucket)
+        end = bucket * width
         self._kernels.verify_rows(
             slot.anchors[:bucket],
             slot.positions[:bucket],
@@ -189,8 +246,8 @@ class SlotPrograms:
             slot.slots[:end],
         )
 
-    def _capture_target(self, bucket: int) -> tuple[CpuGraph, _TargetResults]:
-        passes, batch = self._passes, self._slot.batch(bucket, self.width(bucket))
+    def _capture_target(self, bucket: int, width: int) -> tuple[CpuGraph, _TargetResults]:
+        passes, batch = self._passes, self._slot.batch(bucket, width)
         inputs = named_inputs(batch)
 
         def compute() -> _TargetResults:
@@ -200,8 +257,8 @@ class SlotPrograms:
         results = self._target.capture(inputs, compute)
         return self._target.graph(inputs), results
 
-    def _settle(self, bucket: int, logits: Tensor, proposal: Proposal | None) -> None:
-        slot, model, width = self._slot, self._passes.drafting, self.width(bucket)
+    def _settle(self, bucket: int, width: int, logits: Tensor, proposal: Proposal | None) -> None:
+        slot, model = self._slot, self._passes.drafting
         end = bucket * width
         picks, scores = slot.picks[:end], slot.scores[:end]
         sampling = slot.sampling
@@ -232,12 +289,12 @@ class SlotPrograms:
             slot.results_of(bucket, width),
         )
 
-    def _capture_context(self, bucket: int, captured: Tensor, model: DraftModel) -> CpuGraph:
-        end = bucket * self.width(bucket)
+    def _capture_context(self, bucket: int, width: int, captured: Tensor, model: DraftModel) -> CpuGraph:
+        end = bucket * width
         positions, slots = self._slot.context_positions[:end], self._slot.context_slots[:end]
         # The target's own token of an accepted row is the one that follows it.
         inputs = {"captured": captured, "positions": positions, "slots": slots, "following": self._slot.picks[:end]}
-        # Plain rounds of several sequences may have as many rows as a round of fewer that drafts.
+        # Rounds of several sequences may have as many rows together as a round of fewer.
         if inputs not in self._context:
             self._context.capture(inputs, lambda: model.drafter.context_update(**inputs, caches=model.caches))
         return self._context.graph(inputs)

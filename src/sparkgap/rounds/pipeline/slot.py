@@ -116,6 +116,8 @@ class Slot:
         staged_anchors, staged_positions: int64 `[max_sequences]`, where sequences that join begin.
         block_tables: int32 `[max_sequences, max_blocks]`.
         text_rows: int32 `[max_sequences]`, row of each sequence's text; -1 where it only pads, or nothing is looked up.
+        runs: int32 `[max_sequences]`, last tokens that stood before where drafts were looked up, else 0.
+        choice: int64 `[1]`, index of the round's width where the device chooses it.
         num_blocks: int32 `[max_sequences]`, entries of each table that hold; 0 where a row only pads.
         anchors, positions: int64 `[max_sequences]`, where the round begins.
         drafts: int64 `[max_sequences, N]`, draft tokens, looked up or proposed.
@@ -150,8 +152,11 @@ class Slot:
         self.next_anchors = torch.zeros(sequences, dtype=torch.int64)
         self.next_positions = torch.zeros(sequences, dtype=torch.int64)
         self.results = torch.zeros(sequences * (shape.width + 2), dtype=torch.int64)
+        self.runs = torch.zeros(sequences, dtype=torch.int32)
+        self.choice = torch.zeros(1, dtype=torch.int64)
         self._row_starts = {
-            width: torch.arange(0, sequences * width + 1, width, dtype=torch.int32) for width in (1, shape.width)
+            width: torch.arange(0, sequences * width + 1, width, dtype=torch.int32)
+            for width in range(1, shape.width + 1)
         }
         self._owners: list[Sequence | None] = [None] * sequences
         # The same memory as arrays, in which a number is written in a tenth of the time.
@@ -162,6 +167,7 @@ class Slot:
         self._num_blocks: np.ndarray = self.num_blocks.numpy()
         self._text_rows: np.ndarray = self.text_rows.numpy()
         self._results = self.results.numpy().data
+        self._choice = self.choice.numpy().data
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +183,7 @@ class Slot:
         return self.results[: sequences * (width + 2)].view(sequences, width + 2)
 
     def batch(self, sequences: int, width: int) -> ForwardBatch:
-        """The first `sequences` sequences' rows to verify, 1 or `shape.width` of each, as views."""
+        """The first `sequences` sequences' rows to verify, at most `shape.width` of each, as views."""
         end = sequences * width
         attention = AttentionRows(
             self.row_positions[:end],
@@ -224,8 +230,14 @@ class Slot:
             if owner is sequence:
                 self._owners[row] = None
 
-    def read_results(self, sequences: int, width: int) -> list[SequenceResult]:
-        """Copies of what the launch gave each of the first `sequences` sequences, of `width` rows each."""
+    def read_results(self, sequences: int, widths: Seq[int]) -> list[SequenceResult]:
+        """Copies of what the launch gave each of the first `sequences` sequences.
+
+        Args:
+            sequences: of the round.
+            widths: rows that each may have had; of more than one, `choice` says which.
+        """
+        width = widths[self._choice[0]] if len(widths) > 1 else widths[0]
         results = []
         for start in range(0, sequences * (width + 2), width + 2):
             accepted, status, *picks = self._results[start : start + width + 2].tolist()

@@ -1,0 +1,39 @@
+#include "scheduling.h"
+
+#include <algorithm>
+
+namespace sparkgap {
+
+namespace {
+
+// Expected accepted tokens of the first `count` drafts of a sequence.
+double expected_tokens(const ChooseLength& args, int64_t sequence, int64_t count) {
+  const int64_t run = args.runs ? args.runs[sequence] : 0;
+  double survival = 1, total = 0;
+  for (int64_t step = 0; step < count; step++) {
+    survival *= run > 0 ? continues_run(run + step) : double(args.confidences.at(sequence, step));
+    total += survival;
+  }
+  return total;
+}
+
+}  // namespace
+
+// A rule of succession. Of answers of the default model, runs of 2, 3, 4, 5, 6 and 8 tokens went on in 56, 68, 71, 79, 82
+// and 79 of 100 cases.
+double continues_run(int64_t run) { return (double(run) + 1.0 / 3) / (double(run) + 2); }
+
+void choose_length(const ChooseLength& args, Worker worker) {
+  if (worker.index != 0) return;
+  int64_t best = args.choices - 1;
+  double best_rate = 0;
+  for (int64_t choice = 0; choice < args.choices; choice++) {
+    double tokens = 0;
+    for (int64_t i = 0; i < args.sequences; i++)
+      if (args.num_blocks[i]) tokens += 1 + expected_tokens(args, i, args.lengths[choice]);
+    if (const double rate = tokens / args.costs[choice]; rate > best_rate) best = choice, best_rate = rate;
+  }
+  args.chosen[0] = best;
+}
+
+}  // namespace sparkgap

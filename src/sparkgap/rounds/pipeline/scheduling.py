@@ -1,0 +1,82 @@
+"""What rounds cost, for a device that chooses how many draft tokens each of them verifies."""
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkgap.device.cpu import CpuGraph
+from sparkgap.rounds.draft_length import draft_lengths
+
+_REPEATS = 2
+"""Replays of which the shortest counts: what else the machine does makes them longer, never shorter."""
+
+_LONG_MS = 10.0
+"""Replays that take longer than this are not repeated: startup waits for them."""
+
+
+def scheduled_widths(num_speculative_tokens: int) -> tuple[int, ...]:
+    """Rows of each sequence that a round may verify, anchor and draft tokens, rising."""
+    return tuple(length + 1 for length in reversed(draft_lengths(num_speculative_tokens)))
+
+
+class RoundCosts:
+    """Times of rounds by the rows that they verify, on this machine: measured at startup, read by the device.
+
+    Args:
+        widths: rows of each sequence that a round may verify, rising.
+        buckets: numbers of sequences that draft.
+
+    Attributes:
+        widths: those.
+        lengths: int64 `[choices]`, draft tokens that go with them.
+    """
+
+    def __init__(self, widths: Seq[int], buckets: Iterable[int]) -> None:
+        self.widths = tuple(widths)
+        self.lengths = torch.tensor([width - 1 for width in widths])
+        self._by_bucket = {bucket: torch.ones(len(self.widths), dtype=torch.float64) for bucket in buckets}
+        self._pass_ms: dict[int, float] = {}
+
+    def of(self, bucket: int) -> Tensor:
+        """float64 `[choices]`: milliseconds of a round of `bucket` sequences, for each of `widths`.
+
+        The tensor is the same at each call, so that graphs can be captured over it; it holds ones until `measure`.
+        """
+        return self._by_bucket[bucket]
+
+    def as_dict(self) -> dict[int, list[float]]:
+        """Milliseconds by number of sequences, in the order of `widths`."""
+        return {bucket: costs.tolist() for bucket, costs in sorted(self._by_bucket.items())}
+
+    def measure(self, bucket: int, draft: CpuGraph, targets: Seq[CpuGraph]) -> None:
+        """Time a draft and the passes that verify; passes of as many rows as were timed before are not timed again.
+
+        Args:
+            bucket: number of sequences.
+            draft: their draft.
+            targets: their target passes, one for each of `widths`. All graphs can run: they write nowhere.
+        """
+        rows = [bucket * width for width in self.widths]
+        new = {number: graph for number, graph in zip(rows, targets, strict=True) if number not in self._pass_ms}
+        self._pass_ms |= zip(new, _shortest_ms(new.values()), strict=True)
+        (draft_ms,) = _shortest_ms([draft])
+        passes_ms = np.maximum.accumulate([self._pass_ms[number] for number in rows])
+        self.of(bucket).copy_(torch.from_numpy(draft_ms + passes_ms))
+
+
+def _shortest_ms(graphs: Iterable[CpuGraph]) -> list[float]:
+    """Time of a replay of each, in turns."""
+    timed = [(graph, _replay_ms(graph)) for graph in graphs]
+    for _ in range(_REPEATS - 1):
+        timed = [(graph, ms if ms > _LONG_MS else min(ms, _replay_ms(graph))) for graph, ms in timed]
+    return [ms for _, ms in timed]
+
+
+def _replay_ms(graph: CpuGraph) -> float:
+    started_s = time.perf_counter()
+    graph.replay()
+    return (time.perf_counter() - started_s) * 1000
