@@ -109,16 +109,11 @@ def latency(
     check_peers(peers)
     machine = machine_facts()
     config = engine.config()
-    compared = _compared(config, modes)
     others = [
         replace(config, dtype=dtype, quantization="none", speculation=False, speculative_config=None)
         for dtype in dict.fromkeys(also_dtype or ())
     ]
-    if matrix and (mtp is not None or not mode):
-        compared |= _mtp_column(config, mtp)
-    plain, speculative = _load(config, compared)
-    if matrix and not mode:
-        speculative |= _all_drafts_column(speculative)
+    plain, speculative = _engines(config, modes, mtp, is_whole_matrix=matrix and not mode)
     encoded = _encode(plain, chosen, prompts.raw, prompt_tokens)
     check_room(encoded, max_tokens, plain.info()["max_model_len"])
     own = [EngineColumn(plain), *(EngineColumn(llm, name) for name, llm in speculative.items())]
@@ -199,6 +194,22 @@ def _check_matrix(matrix: bool, mode: Sequence[str] | None, mtp: str | None) -> 
 
 def _read(prompts: PromptOptions) -> list[BenchPrompt]:
     return prompts.read(limit=_DEFAULT_LIMIT if prompts.prompts is None else None)
+
+
+def _engines(
+    config: EngineConfig, modes: Sequence[str], mtp: str | None, *, is_whole_matrix: bool
+) -> "tuple[LLM, dict[str, LLM]]":
+    """Plain decoding, and what speculates by the column's name: modes, or what the configuration describes.
+
+    A whole matrix also has the pipeline without a choice of lengths, and with an MTP drafter.
+    """
+    compared = _compared(config, modes)
+    if is_whole_matrix or mtp is not None:
+        compared |= _mtp_column(config, mtp)
+    plain, speculative = _load(config, compared)
+    if is_whole_matrix:
+        speculative |= _all_drafts_column(speculative)
+    return plain, speculative
 
 
 def _compared(config: EngineConfig, modes: Sequence[str]) -> dict[str, EngineConfig]:
