@@ -171,7 +171,8 @@ class Executor {
                int64_t shortest, int64_t longest, const Tensor& out, const std::optional<Tensor>& runs);
   // See scheduling.h.
   void choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
-                     const Tensor& lengths, const Tensor& costs, const Tensor& chosen);
+                     const Tensor& positions, const Tensor& lengths, const Tensor& costs, const Tensor& growth,
+                     const Tensor& chosen);
   void remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results);
   void hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,
                 const Tensor& state_positions);

@@ -183,21 +183,27 @@ void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tenso
 }
 
 void Executor::choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
-                             const Tensor& lengths, const Tensor& costs, const Tensor& chosen) {
+                             const Tensor& positions, const Tensor& lengths, const Tensor& costs, const Tensor& growth,
+                             const Tensor& chosen) {
   require(confidences.dims == 2 && confidences.size(1) > 0, "confidences", "float32 [sequences, draft tokens]", confidences);
   const int64_t n = confidences.size(0), count = confidences.size(1);
   require(lengths.dims == 1 && lengths.size(0) > 0, "lengths", "int64 [choices]", lengths);
   const int64_t choices = lengths.size(0), *numbers = as_int64(lengths, "lengths", choices);
   for (int64_t i = 0; i < choices; i++)
     require(numbers[i] >= 0 && numbers[i] <= count, "lengths", "numbers of draft tokens that there are", lengths);
-  require(costs.type == Tensor::Type::kFloat64 && costs.dims == 1 && costs.contiguous_from(0) && costs.size(0) == choices,
-          "costs", "contiguous float64 [choices]", costs);
+  const auto numbers_of = [choices](const Tensor& tensor, const char* operand) {
+    require(tensor.type == Tensor::Type::kFloat64 && tensor.dims == 1 && tensor.contiguous_from(0) && tensor.size(0) == choices,
+            operand, "contiguous float64 [choices]", tensor);
+    return static_cast<const double*>(tensor.data);
+  };
   const Call call = make_call<ChooseLength>(
       sparkgap::choose_length,
       {drafted<float>(confidences, Tensor::Type::kFloat32, "confidences", n, count + 1),
-       runs ? int32_vector(*runs, "runs", n) : nullptr, int32_vector(num_blocks, "num_blocks", n), numbers,
-       static_cast<const double*>(costs.data), n, choices, int64_out(chosen, "chosen", 1)});
-  submit({&call, 1}, {&confidences, runs ? &*runs : &num_blocks, &num_blocks, &lengths, &costs, &chosen});
+       runs ? int32_vector(*runs, "runs", n) : nullptr, int32_vector(num_blocks, "num_blocks", n),
+       as_int64(positions, "positions", n), numbers, numbers_of(costs, "costs"), numbers_of(growth, "growth"), n, choices,
+       int64_out(chosen, "chosen", 1)});
+  submit({&call, 1},
+         {&confidences, runs ? &*runs : &num_blocks, &num_blocks, &positions, &lengths, &costs, &growth, &chosen});
 }
 
 void Executor::remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results) {

@@ -179,8 +179,8 @@ NB_MODULE(_native, m) {
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
       .def("look_up", &Executor::look_up, "texts"_a, "text_rows"_a, "positions"_a, "draft_ids"_a, "shortest"_a, "longest"_a,
            "out"_a, "runs"_a.none() = nb::none())
-      .def("choose_length", &Executor::choose_length, "confidences"_a, "runs"_a.none(), "num_blocks"_a, "lengths"_a, "costs"_a,
-           "chosen"_a)
+      .def("choose_length", &Executor::choose_length, "confidences"_a, "runs"_a.none(), "num_blocks"_a, "positions"_a, "lengths"_a,
+           "costs"_a, "growth"_a, "chosen"_a)
       .def("remember", &Executor::remember, "texts"_a, "text_rows"_a, "positions"_a, "results"_a)
       .def("hand_off", &Executor::hand_off, "next_anchors"_a, "next_positions"_a, "state_anchors"_a, "state_positions"_a)
       .def("empty", &Executor::empty, "shape"_a, "dtype"_a);

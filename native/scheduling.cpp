@@ -28,10 +28,14 @@ void choose_length(const ChooseLength& args, Worker worker) {
   int64_t best = args.choices - 1;
   double best_rate = 0;
   for (int64_t choice = 0; choice < args.choices; choice++) {
-    double tokens = 0;
-    for (int64_t i = 0; i < args.sequences; i++)
-      if (args.num_blocks[i]) tokens += 1 + expected_tokens(args, i, args.lengths[choice]);
-    if (const double rate = tokens / args.costs[choice]; rate > best_rate) best = choice, best_rate = rate;
+    double tokens = 0, positions = 0;
+    for (int64_t i = 0; i < args.sequences; i++) {
+      if (!args.num_blocks[i]) continue;
+      tokens += 1 + expected_tokens(args, i, args.lengths[choice]);
+      positions += double(args.positions[i]);
+    }
+    const double cost = args.costs[choice] + positions * args.growth[choice];
+    if (const double rate = tokens / cost; rate > best_rate) best = choice, best_rate = rate;
   }
   args.chosen[0] = best;
 }

@@ -15,8 +15,10 @@ struct ChooseLength {
   Drafted<float> confidences;  // [sequences, N], of drafts that were not looked up
   const int32_t* runs;         // [sequences], last tokens that stood before, 0 where nothing was looked up; may be null
   const int32_t* num_blocks;   // [sequences], 0 for a sequence that only pads
+  const int64_t* positions;    // [sequences], of the anchors
   const int64_t* lengths;      // [choices], draft tokens, rising
-  const double* costs;         // [choices], of a round with so many
+  const double* costs;         // [choices], of a round with so many at position 0
+  const double* growth;        // [choices], by which each position of each sequence adds to them
   int64_t sequences, choices;
   int64_t* chosen;  // [1], index of the choice
 };

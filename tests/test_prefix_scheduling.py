@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -54,7 +55,8 @@ def costs_of(llm):
 
 
 def set_costs(llm, costs):
-    """What rounds of every number of sequences are said to cost."""
+    """What rounds of every number of sequences are said to cost, wherever they are."""
+    costs_of(llm).growth.zero_()
     for bucket in costs_of(llm).as_dict():
         costs_of(llm).of(bucket).copy_(torch.tensor(costs, dtype=torch.float64))
 
@@ -140,6 +142,7 @@ def test_costs_are_measured_at_startup_and_write_no_kv(paths):
     assert sorted(scheduling["round_ms"]) == [1, 2, 3]
     for costs in scheduling["round_ms"].values():
         assert all(0 < before <= after for before, after in pairwise(costs))
+    assert all(0 <= before <= after for before, after in pairwise(scheduling["ms_per_position"]))
     assert all(not cache.keys.any() and not cache.values.any() for cache in llm._loaded.caches)
     slot = llm._engine._pipelined.pipeline.slots[0]
     assert not slot.row_positions.any()
@@ -159,6 +162,33 @@ def test_passes_of_as_many_rows_are_timed_once(monkeypatch):
     assert costs.of(2).tolist() == [3.5, 31.5, 51.5]
     assert timed == [50.0, 1.5, 1.5]
     assert costs.as_dict() == {1: [4.0, 4.0, 31.0], 2: [3.5, 31.5, 51.5]}
+
+
+def test_growth_is_measured_far_from_the_beginning(monkeypatch):
+    position, moved = 0, []
+
+    def move_to(wanted):
+        nonlocal position
+        position = wanted
+        moved.append(wanted)
+
+    monkeypatch.setattr("sparkgap.rounds.pipeline.scheduling._replay_ms", lambda graph: graph[0] + graph[1] * position)
+    costs, passes = RoundCosts((2, 3, 6), (1,)), [(1.0, 0.01), (2.0, -0.5), (3.0, 0.03)]
+    costs.measure(1, (0.5, 0.0), passes)
+    costs.measure_growth(passes, move_to, 201)
+    assert moved == [200]
+    assert costs.growth.tolist() == pytest.approx([0.01, 0.015, 0.03])
+    costs.measure_growth([(1.0, -0.1), (2.0, 0.0), (3.0, -0.2)], move_to, 10**6)
+    assert moved == [200, 1023]
+    assert costs.growth.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_long_contexts_verify_fewer(paths):
+    llm = make(paths)
+    set_costs(llm, [1.0, 1.0, 1.0, 1.0])
+    costs_of(llm).growth.copy_(torch.tensor([0.0, 0.01, 0.02, 0.04], dtype=torch.float64))
+    short, long = (llm.generate([list(range(1, n))], replace(GREEDY, max_tokens=6))[0].metrics for n in (3, 80))
+    assert short.draft_tokens / short.draft_rounds > long.draft_tokens / long.draft_rounds
 
 
 @pytest.mark.parametrize(("number", "widths"), [(1, (2,)), (2, (2, 3)), (5, (2, 3, 4, 6)), (16, (2, 3, 4, 6, 17))])

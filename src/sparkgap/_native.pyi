@@ -293,8 +293,10 @@ class Executor:
         confidences: Tensor,
         runs: Tensor | None,
         num_blocks: Tensor,
+        positions: Tensor,
         lengths: Tensor,
         costs: Tensor,
+        growth: Tensor,
         chosen: Tensor,
     ) -> None: ...
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None: ...

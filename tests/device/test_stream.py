@@ -226,7 +226,8 @@ def test_parts_that_are_not_chosen_do_not_run(threads: int) -> None:
     """The choice is made by the part before, in the same launch; parts of several calls, with barriers between."""
     kernels = NativeKernels(threads=threads)
     selector, blocks = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
-    confidences, lengths = torch.ones(1, 3), torch.arange(4)
+    confidences, lengths, place = torch.ones(1, 3), torch.arange(4), torch.zeros(1, dtype=torch.int64)
+    growth = torch.zeros(4, dtype=torch.float64)
     costs, values = torch.ones(4, dtype=torch.float64), torch.ones(9, 64)
     totals = [torch.zeros(9, 64) for _ in range(5)]
     added = torch.zeros(9, 64)
@@ -243,7 +244,7 @@ def test_parts_that_are_not_chosen_do_not_run(threads: int) -> None:
     with begin.capture():
         kernels.executor.convert(values, added)
     with choose.capture():
-        kernels.choose_length(confidences, None, blocks, lengths, costs, selector)
+        kernels.choose_length(confidences, None, blocks, place, lengths, costs, growth, selector)
     parts = [("begin", begin), ("choose", choose), *((f"add {n}", adding(total)) for n, total in enumerate(totals))]
     # The two parts of choice 1 are apart, and choice 3 has no part.
     program = CpuProgram(parts, selector=selector, choices=[None, None, 0, 1, 2, 1, None])

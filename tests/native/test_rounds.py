@@ -274,17 +274,20 @@ def test_the_chosen_length_is_the_references(
     some_lengths[seed % (count + 1)] = True
     lengths = some_lengths.nonzero()[:, 0].contiguous()
     costs = (1 + torch.rand(len(lengths), generator=generator, dtype=torch.float64)).cumsum(0)
+    growth = torch.rand(len(lengths), generator=generator, dtype=torch.float64).cumsum(0) / 50
+    positions = torch.randint(0, 99, (sequences,), generator=generator)
+    given = (confidences, runs, num_blocks, positions, lengths, costs, growth)
     ours, expected = torch.tensor([-7]), torch.tensor([-7])
     kernels = NativeKernels(threads=2)
     if graph:
         recorded = CpuGraph(kernels.executor)
         with recorded.capture():
-            kernels.choose_length(confidences, runs, num_blocks, lengths, costs, ours)
+            kernels.choose_length(*given, ours)
         assert ours.item() == -7
         recorded.replay()
     else:
-        kernels.choose_length(confidences, runs, num_blocks, lengths, costs, ours)
-    REFERENCE.choose_length(confidences, runs, num_blocks, lengths, costs, expected)
+        kernels.choose_length(*given, ours)
+    REFERENCE.choose_length(*given, expected)
     assert torch.equal(ours, expected)
     if not num_blocks.any() or bool(confidences.isnan().any() and not looks_up and num_blocks[0]):
         return
@@ -294,9 +297,11 @@ def test_the_chosen_length_is_the_references(
         if run:
             steps = [continues_run(run + k) for k in range(count)]
             survival[i] = [torch.tensor(steps[: k + 1], dtype=torch.float64).prod().item() for k in range(count)]
+    in_use = [i for i in range(sequences) if num_blocks[i]]
+    totals = costs + growth * sum(int(positions[i]) for i in in_use)
     rates = [
-        sum(1 + sum(survival[i][:length]) for i in range(sequences) if num_blocks[i]) / cost
-        for length, cost in zip(lengths.tolist(), costs.tolist(), strict=True)
+        sum(1 + sum(survival[i][:length]) for i in in_use) / cost
+        for length, cost in zip(lengths.tolist(), totals.tolist(), strict=True)
     ]
     if not any(math.isnan(rate) for rate in rates):
         assert rates[ours.item()] == pytest.approx(max(rates))
@@ -308,8 +313,10 @@ def test_wrong_operands_of_a_choice_are_refused() -> None:
         "confidences": torch.rand(2, 3),
         "runs": torch.zeros(2, dtype=torch.int32),
         "num_blocks": torch.ones(2, dtype=torch.int32),
+        "positions": torch.tensor([3, 4]),
         "lengths": torch.tensor([1, 3]),
         "costs": torch.ones(2, dtype=torch.float64),
+        "growth": torch.ones(2, dtype=torch.float64),
         "chosen": torch.tensor([0]),
     }
     kernels.choose_length(*good.values())
@@ -317,8 +324,10 @@ def test_wrong_operands_of_a_choice_are_refused() -> None:
         "confidences": torch.rand(2, 3).double(),
         "runs": torch.zeros(3, dtype=torch.int32),
         "num_blocks": torch.ones(2),
+        "positions": torch.tensor([3]),
         "lengths": torch.tensor([1, 4]),
         "costs": torch.ones(3, dtype=torch.float64),
+        "growth": torch.ones(2),
         "chosen": torch.tensor([0, 0]),
     }.items():
         with pytest.raises(ValueError, match=name):

@@ -79,7 +79,11 @@ def _prefix_scheduling(loaded: LoadedEngine) -> dict[str, Any] | None:
     costs = None if loaded.pipeline is None else loaded.pipeline.pipeline.costs
     if costs is None:
         return None
-    return {"verified_tokens": costs.lengths.tolist(), "round_ms": costs.as_dict()}
+    return {
+        "verified_tokens": costs.lengths.tolist(),
+        "round_ms": costs.as_dict(),
+        "ms_per_position": costs.growth.tolist(),
+    }
 
 
 def _speculation(loaded: LoadedEngine, config: EngineConfig) -> dict[str, Any] | None:

@@ -148,8 +148,10 @@ class RoundKernels:
         confidences: Tensor,
         runs: Tensor | None,
         num_blocks: Tensor,
+        positions: Tensor,
         lengths: Tensor,
         costs: Tensor,
+        growth: Tensor,
         chosen: Tensor,
     ) -> None:
         """The number of draft tokens, the same for all sequences, with the most expected tokens for its cost.
@@ -163,11 +165,13 @@ class RoundKernels:
             confidences: float32 `[sequences, N]`, any strides.
             runs: int32 `[sequences]`, see `look_up`; None where nothing is looked up.
             num_blocks: int32 `[sequences]`, 0 for a sequence that only pads.
+            positions: int64 `[sequences]`, of the anchors.
             lengths: int64 `[choices]`, numbers of draft tokens, rising, at most N; fixed once captured.
-            costs: float64 `[choices]`, of a round with so many, in any unit.
+            costs: float64 `[choices]`, of a round with so many at position 0, in any unit.
+            growth: float64 `[choices]`, what each position of each sequence adds to them.
             chosen: int64 `[1]`, filled: index of the choice.
         """
-        rounds.choose_length(confidences, runs, num_blocks, lengths, costs, chosen)
+        rounds.choose_length(confidences, runs, num_blocks, positions, lengths, costs, growth, chosen)
 
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
         """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`.

@@ -163,7 +163,14 @@ def continues_run(run: int) -> float:
 
 
 def choose_length(
-    confidences: Tensor, runs: Tensor | None, num_blocks: Tensor, lengths: Tensor, costs: Tensor, chosen: Tensor
+    confidences: Tensor,
+    runs: Tensor | None,
+    num_blocks: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    costs: Tensor,
+    growth: Tensor,
+    chosen: Tensor,
 ) -> None:
     """See `Kernels.choose_length`."""
     survival = confidences.double().cumprod(1)
@@ -171,8 +178,9 @@ def choose_length(
         steps = range(confidences.shape[1])
         looked_up = torch.tensor([[continues_run(run + step) for step in steps] for run in runs.tolist()])
         survival = torch.where(runs[:, None] > 0, looked_up.double().cumprod(1), survival)
-    tokens = torch.cat([torch.ones_like(survival[:, :1]), survival], dim=1).cumsum(1)[num_blocks > 0].sum(0)
-    rates = tokens[lengths] / costs
+    running = num_blocks > 0
+    tokens = torch.cat([torch.ones_like(survival[:, :1]), survival], dim=1).cumsum(1)[running].sum(0)
+    rates = tokens[lengths] / (costs + positions[running].sum() * growth)
     known = rates > 0  # not of confidences that are no numbers
     chosen.fill_(int(torch.where(known, rates, 0.0).argmax()) if bool(known.any()) else len(lengths) - 1)
 

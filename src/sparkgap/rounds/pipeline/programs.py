@@ -20,9 +20,6 @@ from sparkgap.ops.native_kernels import NativeKernels
 from sparkgap.rounds.pipeline.scheduling import RoundCosts
 from sparkgap.rounds.pipeline.slot import RoundState, Slot
 
-_MEASURED_POSITION = 255
-"""Position of the rows whose passes are timed."""
-
 
 class _TargetResults(NamedTuple):
     logits: Tensor
@@ -112,10 +109,14 @@ class SlotPrograms:
     def measure(self, costs: RoundCosts) -> None:
         """Time the passes that rounds of each drafting number of sequences may take. Writes no KV."""
         slot = self._slot
-        # The length of a short conversation: what attention costs is part of a row's cost.
-        slot.row_positions.fill_(min(_MEASURED_POSITION, slot.shape.max_model_len - 1))
+
+        def move_to(position: int) -> None:
+            slot.row_positions.fill_(min(position, slot.shape.max_model_len - 1))
+
         for bucket, draft in sorted(self._draft_passes.items()):
             costs.measure(bucket, draft, [self._target_passes[bucket, width] for width in costs.widths])
+        alone = [self._target_passes[1, width] for width in costs.widths]
+        costs.measure_growth(alone, move_to, slot.shape.max_model_len)
         slot.row_positions.zero_()
 
     def _capture(self, bucket: int) -> CpuProgram:
@@ -216,8 +217,10 @@ class SlotPrograms:
             proposal.confidences,
             None if self._lookup_lengths is None else slot.runs[:bucket],
             slot.num_blocks[:bucket],
+            slot.positions[:bucket],
             costs.lengths,
             costs.of(bucket),
+            costs.growth,
             slot.choice,
         )
 

@@ -1,7 +1,7 @@
 """What rounds cost, for a device that chooses how many draft tokens each of them verifies."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,6 +16,9 @@ _REPEATS = 2
 
 _LONG_MS = 10.0
 """Replays that take longer than this are not repeated: startup waits for them."""
+
+_FAR_POSITION = 1023
+"""Where passes are timed again, for what attention adds to them."""
 
 
 def scheduled_widths(num_speculative_tokens: int) -> tuple[int, ...]:
@@ -33,23 +36,26 @@ class RoundCosts:
     Attributes:
         widths: those.
         lengths: int64 `[choices]`, draft tokens that go with them.
+        growth: float64 `[choices]`, milliseconds that each position of a sequence adds to a round: attention reads
+            them all.
     """
 
     def __init__(self, widths: Seq[int], buckets: Iterable[int]) -> None:
         self.widths = tuple(widths)
         self.lengths = torch.tensor([width - 1 for width in widths])
+        self.growth = torch.zeros(len(self.widths), dtype=torch.float64)
         self._by_bucket = {bucket: torch.ones(len(self.widths), dtype=torch.float64) for bucket in buckets}
         self._pass_ms: dict[int, float] = {}
 
     def of(self, bucket: int) -> Tensor:
-        """float64 `[choices]`: milliseconds of a round of `bucket` sequences, for each of `widths`.
+        """float64 `[choices]`: milliseconds of a round of `bucket` sequences at position 0, for each of `widths`.
 
         The tensor is the same at each call, so that graphs can be captured over it; it holds ones until `measure`.
         """
         return self._by_bucket[bucket]
 
     def as_dict(self) -> dict[int, list[float]]:
-        """Milliseconds by number of sequences, in the order of `widths`."""
+        """Milliseconds at position 0 by number of sequences, in the order of `widths`."""
         return {bucket: costs.tolist() for bucket, costs in sorted(self._by_bucket.items())}
 
     def measure(self, bucket: int, draft: CpuGraph, targets: Seq[CpuGraph]) -> None:
@@ -58,7 +64,8 @@ class RoundCosts:
         Args:
             bucket: number of sequences.
             draft: their draft.
-            targets: their target passes, one for each of `widths`. All graphs can run: they write nowhere.
+            targets: their target passes, one for each of `widths`. All graphs can run, with all rows at position 0:
+                they write nowhere.
         """
         rows = [bucket * width for width in self.widths]
         new = {number: graph for number, graph in zip(rows, targets, strict=True) if number not in self._pass_ms}
@@ -66,6 +73,24 @@ class RoundCosts:
         (draft_ms,) = _shortest_ms([draft])
         passes_ms = np.maximum.accumulate([self._pass_ms[number] for number in rows])
         self.of(bucket).copy_(torch.from_numpy(draft_ms + passes_ms))
+
+    def measure_growth(self, targets: Seq[CpuGraph], move_to: Callable[[int], None], max_model_len: int) -> None:
+        """Time passes that verify one sequence again, far from position 0.
+
+        Attention takes as long as there are rows, so the narrowest and the widest pass say what all others take.
+
+        Args:
+            targets: one for each of `widths`, which were measured at position 0.
+            move_to: sets the position of all their rows.
+            max_model_len: most positions of a sequence.
+        """
+        far = min(_FAR_POSITION, max_model_len - 1)
+        move_to(far)
+        ends = [self.widths[0], self.widths[-1]]
+        far_ms = _shortest_ms([targets[0], targets[-1]])
+        grown_ms = [max(ms - self._pass_ms[width], 0.0) for ms, width in zip(far_ms, ends, strict=True)]
+        grown_ms[1] = max(grown_ms)
+        self.growth.copy_(torch.from_numpy(np.interp(self.widths, ends, grown_ms) / max(far, 1)))
 
 
 def _shortest_ms(graphs: Iterable[CpuGraph]) -> list[float]:
