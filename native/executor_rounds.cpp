@@ -190,7 +190,8 @@ void Executor::choose_length(const Tensor& confidences, const std::optional<Tens
   require(lengths.dims == 1 && lengths.size(0) > 0, "lengths", "int64 [choices]", lengths);
   const int64_t choices = lengths.size(0), *numbers = as_int64(lengths, "lengths", choices);
   for (int64_t i = 0; i < choices; i++)
-    require(numbers[i] >= 0 && numbers[i] <= count, "lengths", "numbers of draft tokens that there are", lengths);
+    require(numbers[i] >= (i ? numbers[i - 1] : 0) && numbers[i] <= count, "lengths",
+            "numbers of draft tokens that there are, rising", lengths);
   const auto numbers_of = [choices](const Tensor& tensor, const char* operand) {
     require(tensor.type == Tensor::Type::kFloat64 && tensor.dims == 1 && tensor.contiguous_from(0) && tensor.size(0) == choices,
             operand, "contiguous float64 [choices]", tensor);

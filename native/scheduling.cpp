@@ -1,6 +1,6 @@
 #include "scheduling.h"
 
-#include <algorithm>
+#include <cmath>
 
 namespace sparkgap {
 
@@ -17,6 +17,15 @@ double expected_tokens(const ChooseLength& args, int64_t sequence, int64_t count
   return total;
 }
 
+bool are_finite(const ChooseLength& args) {
+  for (int64_t i = 0; i < args.sequences; i++) {
+    if (!args.num_blocks[i] || (args.runs && args.runs[i] > 0)) continue;
+    for (int64_t step = 0; step < args.lengths[args.choices - 1]; step++)
+      if (!std::isfinite(args.confidences.at(i, step))) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // A rule of succession. Of answers of the default model, runs of 2, 3, 4, 5, 6 and 8 tokens went on in 56, 68, 71, 79, 82
@@ -27,7 +36,9 @@ void choose_length(const ChooseLength& args, Worker worker) {
   if (worker.index != 0) return;
   int64_t best = args.choices - 1;
   double best_rate = 0;
-  for (int64_t choice = 0; choice < args.choices; choice++) {
+  // Of a drafter that gives no numbers all tokens are verified, so that settling sees it.
+  const bool is_known = are_finite(args);
+  for (int64_t choice = 0; is_known && choice < args.choices; choice++) {
     double tokens = 0, positions = 0;
     for (int64_t i = 0; i < args.sequences; i++) {
       if (!args.num_blocks[i]) continue;

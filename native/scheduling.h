@@ -10,7 +10,8 @@ namespace sparkgap {
 // Chooses among numbers of draft tokens, the same for all sequences, the one with the most expected tokens for its cost
 // (arXiv 2607.05147, Algorithm 1, for passes whose number of rows a sequence is one of a few). A draft token is expected
 // to be accepted by the product of its confidence and those of the ones before it, and one that was looked up by the
-// length of the run that it continues (`continues_run`). Of equals, the fewer tokens are taken.
+// length of the run that it continues (`continues_run`). Of equals, the fewer tokens are taken; where a confidence is no
+// number, the most.
 struct ChooseLength {
   Drafted<float> confidences;  // [sequences, N], of drafts that were not looked up
   const int32_t* runs;         // [sequences], last tokens that stood before, 0 where nothing was looked up; may be null

@@ -19,7 +19,8 @@ class Program {
   // `first_pass`: the graph in which the host may be told of launches that ended before: until its first call has run,
   // nothing shall come between a launch and the next.
   // `selector`, with `choices`: int64 [1], written by a graph of the program. A part with a choice of 0 or more runs only
-  // where the selector has that value when the part before has ended; the first and the last part have none (-1).
+  // where the selector has that value when the part before has ended; the first and the last part have none (-1). Thread 0
+  // must be the one that writes it (operations of rounds run on that thread), and with a value that is some part's.
   explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0,
                    const std::optional<Tensor>& selector = std::nullopt, const std::vector<int64_t>& choices = {});
   ~Program();

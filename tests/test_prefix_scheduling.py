@@ -12,6 +12,7 @@ from sparkgap import LLM, SamplingParams
 from sparkgap.cli import main
 from sparkgap.config import SpeculativeConfig
 from sparkgap.errors import ConfigError, EngineError
+from sparkgap.rounds.pipeline.admission import Refusal
 from sparkgap.rounds.pipeline.scheduling import RoundCosts, scheduled_widths
 
 from .speculating_model import BLOCK_SIZE, write_looping_pair, write_mtp
@@ -55,7 +56,8 @@ def costs_of(llm):
 
 
 def set_costs(llm, costs):
-    """What rounds of every number of sequences are said to cost, wherever they are."""
+    """What rounds of every number of sequences are said to cost, wherever they are; while none runs."""
+    assert llm._engine._pipelined.pipeline.stream.reset(60.0)
     costs_of(llm).growth.zero_()
     for bucket in costs_of(llm).as_dict():
         costs_of(llm).of(bucket).copy_(torch.tensor(costs, dtype=torch.float64))
@@ -82,7 +84,9 @@ def test_changing_lengths_give_the_eager_engines_tokens(paths, eager, threads, l
     """Lengths change from round to round, for one sequence and for several that join and leave."""
     llm, draw = make(paths, threads=threads, lookup=lookup), random.Random(2)
     mixed = [GREEDY, SAMPLED, SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)] * 2
-    for prompts, params in ((PROMPTS[:1], [GREEDY]), (PROMPTS[:1], [SAMPLED]), (PROMPTS, mixed)):
+    whole = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), replace(SAMPLED, logprobs=2), GREEDY]
+    cases = ((PROMPTS[:1], [GREEDY]), (PROMPTS[:1], [SAMPLED]), (PROMPTS, mixed), (PROMPTS[:3], whole))
+    for prompts, params in cases:
         expected = eager.generate(prompts, params)
         streams = [llm.stream(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
         tokens, lengths = [[] for _ in streams], set()
@@ -98,7 +102,8 @@ def test_changing_lengths_give_the_eager_engines_tokens(paths, eager, threads, l
                 lengths.add(llm._engine._pipelined.pipeline.slots[0].choice.item())
         assert [list(o.outputs[0].token_ids) for o in expected] == tokens
         assert len(lengths) > 1
-    assert llm.info()["task_pipeline"]["refused_rounds"] == {}
+    # Those of the request with log-probabilities.
+    assert list(llm.info()["task_pipeline"]["refused_rounds"]) == [Refusal.LOGPROBS]
 
 
 def test_confident_drafts_are_verified_and_others_are_not(paths):
@@ -139,8 +144,8 @@ def test_costs_are_measured_at_startup_and_write_no_kv(paths):
     llm = make(paths, max_num_seqs=3)
     scheduling = llm.info()["speculation"]["prefix_scheduling"]
     assert scheduling["verified_tokens"] == list(LENGTHS)
-    assert sorted(scheduling["round_ms"]) == [1, 2, 3]
-    for costs in scheduling["round_ms"].values():
+    assert sorted(scheduling["passes_ms"]) == [1, 2, 3]
+    for costs in scheduling["passes_ms"].values():
         assert all(0 < before <= after for before, after in pairwise(costs))
     assert all(0 <= before <= after for before, after in pairwise(scheduling["ms_per_position"]))
     assert all(not cache.keys.any() and not cache.values.any() for cache in llm._loaded.caches)
@@ -149,19 +154,44 @@ def test_costs_are_measured_at_startup_and_write_no_kv(paths):
     assert (slot.slots == -1).all()
 
 
-def test_passes_of_as_many_rows_are_timed_once(monkeypatch):
+def test_passes_are_timed_where_no_others_tell(monkeypatch):
     timed = []
     monkeypatch.setattr("sparkgap.rounds.pipeline.scheduling._replay_ms", lambda graph: timed.append(graph) or graph)
     costs = RoundCosts((2, 4, 8), (1, 2))
-    costs.measure(1, 1.0, [3.0, 2.0, 30.0])
-    assert costs.of(1).tolist() == [4.0, 4.0, 31.0]
-    # Short ones again, for the shorter time.
-    assert timed == [3.0, 2.0, 30.0, 3.0, 2.0, 1.0, 1.0]
+    costs.measure(1, 1.0, [2.0, 3.0, 30.0])
+    assert costs.of(1).tolist() == [3.0, 4.0, 31.0]
+    assert timed == [2.0, 3.0, 30.0, 2.0, 3.0, 30.0, 1.0, 1.0]
     timed.clear()
+    # Of 4, 8 and 16 rows, those of 4 and 8 are known already.
     costs.measure(2, 1.5, [99.0, 99.0, 50.0])
-    assert costs.of(2).tolist() == [3.5, 31.5, 51.5]
-    assert timed == [50.0, 1.5, 1.5]
-    assert costs.as_dict() == {1: [4.0, 4.0, 31.0], 2: [3.5, 31.5, 51.5]}
+    assert costs.of(2).tolist() == [4.5, 31.5, 51.5]
+    assert timed == [50.0, 50.0, 1.5, 1.5]
+    assert costs.as_dict() == {1: [3.0, 4.0, 31.0], 2: [4.5, 31.5, 51.5]}
+    # Of 6, 12 and 24 rows, 12 lies between the 8 and 16 that are.
+    three = RoundCosts((2, 4, 8), (1, 3))
+    three.measure(1, 0.0, [2.0, 4.0, 8.0])
+    three.measure(3, 0.0, [6.0, 99.0, 24.0])
+    assert three.of(3).tolist() == pytest.approx([6.0, 12.0, 24.0])
+    assert three.measure_ms > 0
+
+
+def test_a_disturbed_time_is_not_kept(monkeypatch):
+    """Whichever pass was disturbed, once or all the time."""
+    for disturbed in range(4):
+        calls = []
+
+        def replay_ms(graph, disturbed=disturbed, calls=calls):
+            calls.append(graph)
+            return graph + 50.0 * (graph == disturbed + 1.0 and calls.count(graph) == 1)
+
+        monkeypatch.setattr("sparkgap.rounds.pipeline.scheduling._replay_ms", replay_ms)
+        costs = RoundCosts((2, 3, 4, 6), (1,))
+        costs.measure(1, 0.0, [1.0, 2.0, 3.0, 4.0])
+        assert costs.of(1).tolist() == [1.0, 2.0, 3.0, 4.0]
+    monkeypatch.setattr("sparkgap.rounds.pipeline.scheduling._replay_ms", lambda graph: graph)
+    costs = RoundCosts((2, 3, 4, 6), (1,))
+    costs.measure(1, 0.0, [9.0, 2.0, 12.0, 4.0])
+    assert costs.of(1).tolist() == [2.0, 2.0, 4.0, 4.0]
 
 
 def test_growth_is_measured_far_from_the_beginning(monkeypatch):
@@ -236,7 +266,10 @@ def test_the_default_model_chooses(default_model_path):
     llm = LLM(str(default_model_path), threads=1, device="cpu", max_model_len=256)
     scheduling = llm.info()["speculation"]["prefix_scheduling"]
     assert scheduling["verified_tokens"] == [1, 2, 3, 5]
-    assert sorted(scheduling["round_ms"]) == [1, 2, 3]
+    assert sorted(scheduling["passes_ms"]) == [1, 2, 3]
     question = [{"role": "user", "content": "Why is the sky blue?"}]
     metrics = llm.chat(question, SamplingParams(temperature=0, max_tokens=60))[0].metrics
-    assert metrics.draft_rounds <= metrics.draft_tokens < 5 * metrics.draft_rounds
+    assert metrics.draft_rounds <= metrics.draft_tokens <= 5 * metrics.draft_rounds
+    set_costs(llm, [1.0, 1e9, 1e9, 1e9])
+    metrics = llm.chat(question, SamplingParams(temperature=0, max_tokens=60))[0].metrics
+    assert metrics.draft_tokens == metrics.draft_rounds

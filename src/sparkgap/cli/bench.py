@@ -33,7 +33,7 @@ def acceptance(
 ) -> None:
     """Measure how many draft tokens the target accepts, by category of prompts and overall.
 
-    All are verified, also where fewer would pay.
+    All are verified, also where fewer would pay, unless the configuration asks for prefix_scheduling.
     """
     use_utf8_output()
     check_positive("batch-size", batch_size)

@@ -37,12 +37,12 @@ class SpeculativeConfig:
             down to a plain round. Changes no token; not with `draft_sample_method` `probabilistic`.
         prefix_scheduling: let the device verify only as many draft tokens in a round as pay, by the confidences that
             the drafter gives them and by what passes were measured to take at startup. None does where rounds are in
-            the task pipeline, the drafter has a confidence head and the CPU reads its weights from memory. Changes no
-            token; not with `adaptive_length`.
+            the task pipeline, the drafter has a confidence head and the CPU reads its weights from memory. One draft
+            token a round leaves no choice. Changes no token; not with `adaptive_length`.
         disable_by_batch_size: most sequences that are decoded together with drafts; rounds of more are plain, because
             drafting and verifying many rows takes longer than it saves. None draws the line where it was measured on
-            CPUs (2 sequences with 5 draft tokens), and none elsewhere. Changes no token; not with
-            `draft_sample_method` `probabilistic`, nor with `adaptive_length`, which finds out by itself.
+            CPUs (2 sequences with 5 draft tokens, 3 with prefix scheduling), and none elsewhere. Changes no token; not
+            with `draft_sample_method` `probabilistic`, nor with `adaptive_length`, which finds out by itself.
         prompt_lookup_max: most last tokens that are looked up in the sequence's own past; what followed them there is
             drafted instead of what a drafter proposes. 0 looks nothing up; None is 4, or 0 with `draft_sample_method`
             `probabilistic`, which cannot verify what was not sampled.

@@ -15,7 +15,8 @@ class CpuProgram:
         graphs: with their names.
         first_pass: name of the graph with which the launch is under way. Who waits for the launch before is woken
             once its first call has run, and not between the two launches.
-        selector: int64 `[1]`, which a graph of the program writes on the device; None without `choices`.
+        selector: int64 `[1]`, which an operation of rounds in a graph of the program writes, with a value that is among
+            `choices`; None without `choices`.
         choices: for each graph, the value of `selector` with which it runs, or None: it always runs. The first and the
             last always do.
 

@@ -81,8 +81,9 @@ def _prefix_scheduling(loaded: LoadedEngine) -> dict[str, Any] | None:
         return None
     return {
         "verified_tokens": costs.lengths.tolist(),
-        "round_ms": costs.as_dict(),
+        "passes_ms": costs.as_dict(),
         "ms_per_position": costs.growth.tolist(),
+        "measure_ms": costs.measure_ms,
     }
 
 

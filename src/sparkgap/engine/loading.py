@@ -149,7 +149,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     captures = use_graphs and isinstance(kernels, NativeKernels)
     facts = _engine_facts(config, captures, chosen)
     schedules = chosen is not None and schedules_prefixes(chosen, target, refusals(facts))
-    speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len, schedules)
+    speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if captures and isinstance(kernels, NativeKernels):
         passes = _capture(config, kernels, passes, speculation, max_model_len)
@@ -159,7 +159,16 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         runner = LookupRunner(target, caches, sampler, lookup, config.lookup_tokens, max_model_len, passes)
     else:
         runner = PlainRunner(target, caches, sampler, passes)
-    pipelined = _chain(config, runner, passes, kernels, facts, max_model_len, prefix_scheduling=schedules)
+    pipelined = _chain(
+        config,
+        runner,
+        passes,
+        kernels,
+        facts,
+        max_model_len,
+        max_drafting=None if chosen is None else drafting_sequences(chosen, target, schedules),
+        prefix_scheduling=schedules,
+    )
     if isinstance(passes, CapturedPasses):
         _logger.info("%s", passes.counters.summary())
     limits = ModelLimits(checkpoint.name, model.vocab_size, eos_token_ids, max_model_len)
@@ -303,9 +312,7 @@ def _prompt_lookup(wanted: SpeculativeConfig | None) -> PromptLookup | None:
     return None if wanted is None or wanted.lookup_lengths is None else PromptLookup(*wanted.lookup_lengths)
 
 
-def _speculation(
-    chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], max_model_len: int, schedules: bool
-) -> Speculation:
+def _speculation(chosen: ChosenDrafter, target: Decoder, caches: Seq[KVCache], max_model_len: int) -> Speculation:
     return Speculation(
         drafter=chosen.drafter,
         caches=caches,
@@ -314,7 +321,7 @@ def _speculation(
         max_model_len=max_model_len,
         lookup=_prompt_lookup(chosen.config),
         length_policy=DraftLengthPolicy(chosen.num_speculative_tokens) if chosen.config.adaptive_length else None,
-        max_sequences=drafting_sequences(chosen, target, schedules),
+        max_sequences=drafting_sequences(chosen, target, schedules_prefixes=False),
     )
 
 
@@ -357,6 +364,7 @@ def _chain(
     facts: EngineFacts,
     max_model_len: int,
     *,
+    max_drafting: int | None,
     prefix_scheduling: bool,
 ) -> PipelinedRunner | None:
     """The runner that chains rounds on the device; None where admission refuses it.
@@ -380,7 +388,7 @@ def _chain(
         max_model_len=max_model_len,
         counters=passes.counters,
         lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
-        max_drafting=runner.speculation.max_sequences if isinstance(runner, SpeculativeRunner) else None,
+        max_drafting=max_drafting,
         prefix_scheduling=prefix_scheduling,
     )
     passes.counters.memory_bytes += pipeline.nbytes

@@ -65,7 +65,7 @@ class RequestMetrics:
         acceptance_rate: accepted / verified draft tokens; None without any.
         accepted_per_round: accepted draft tokens / draft rounds, without the bonus token; None without any.
         acceptance_by_position: for each place in the draft, the share of all draft rounds that accepted the token
-            there; never rises from one place to the next.
+            there; never rises from one place to the next. Rounds that verified fewer tokens count, too.
         not_speculated: rounds that a speculating engine decoded plainly, by reason.
     """
 

@@ -176,13 +176,13 @@ def choose_length(
     survival = confidences.double().cumprod(1)
     if runs is not None:
         steps = range(confidences.shape[1])
-        looked_up = torch.tensor([[continues_run(run + step) for step in steps] for run in runs.tolist()])
-        survival = torch.where(runs[:, None] > 0, looked_up.double().cumprod(1), survival)
+        looked_up = [[continues_run(run + step) for step in steps] for run in runs.tolist()]
+        survival = torch.where(runs[:, None] > 0, torch.tensor(looked_up, dtype=torch.float64).cumprod(1), survival)
     running = num_blocks > 0
     tokens = torch.cat([torch.ones_like(survival[:, :1]), survival], dim=1).cumsum(1)[running].sum(0)
     rates = tokens[lengths] / (costs + positions[running].sum() * growth)
-    known = rates > 0  # not of confidences that are no numbers
-    chosen.fill_(int(torch.where(known, rates, 0.0).argmax()) if bool(known.any()) else len(lengths) - 1)
+    is_known = bool(running.any()) and bool(survival[running, : int(lengths[-1])].isfinite().all())
+    chosen.fill_(int(rates.argmax()) if is_known else len(lengths) - 1)
 
 
 def remember(texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:

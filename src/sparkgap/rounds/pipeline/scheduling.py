@@ -12,10 +12,7 @@ from sparkgap.device.cpu import CpuGraph
 from sparkgap.rounds.draft_length import draft_lengths
 
 _REPEATS = 2
-"""Replays of which the shortest counts: what else the machine does makes them longer, never shorter."""
-
-_LONG_MS = 10.0
-"""Replays that take longer than this are not repeated: startup waits for them."""
+"""Replays of which the shorter counts: what else the machine does makes them longer, never shorter."""
 
 _FAR_POSITION = 1023
 """Where passes are timed again, for what attention adds to them."""
@@ -29,6 +26,8 @@ def scheduled_widths(num_speculative_tokens: int) -> tuple[int, ...]:
 class RoundCosts:
     """Times of rounds by the rows that they verify, on this machine: measured at startup, read by the device.
 
+    They are those of the draft and of the pass that verifies, which are nearly all of a round.
+
     Args:
         widths: rows of each sequence that a round may verify, rising.
         buckets: numbers of sequences that draft.
@@ -38,6 +37,7 @@ class RoundCosts:
         lengths: int64 `[choices]`, draft tokens that go with them.
         growth: float64 `[choices]`, milliseconds that each position of a sequence adds to a round: attention reads
             them all.
+        measure_ms: time that measuring took.
     """
 
     def __init__(self, widths: Seq[int], buckets: Iterable[int]) -> None:
@@ -45,12 +45,17 @@ class RoundCosts:
         self.lengths = torch.tensor([width - 1 for width in widths])
         self.growth = torch.zeros(len(self.widths), dtype=torch.float64)
         self._by_bucket = {bucket: torch.ones(len(self.widths), dtype=torch.float64) for bucket in buckets}
+        self.measure_ms = 0.0
         self._pass_ms: dict[int, float] = {}
 
     def of(self, bucket: int) -> Tensor:
-        """float64 `[choices]`: milliseconds of a round of `bucket` sequences at position 0, for each of `widths`.
+        """float64 `[choices]`: milliseconds of a round's passes at position 0, for each of `widths`.
 
-        The tensor is the same at each call, so that graphs can be captured over it; it holds ones until `measure`.
+        Args:
+            bucket: number of sequences.
+
+        Returns:
+            The same tensor at each call, so that graphs can be captured over it; it holds ones until `measure`.
         """
         return self._by_bucket[bucket]
 
@@ -59,7 +64,10 @@ class RoundCosts:
         return {bucket: costs.tolist() for bucket, costs in sorted(self._by_bucket.items())}
 
     def measure(self, bucket: int, draft: CpuGraph, targets: Seq[CpuGraph]) -> None:
-        """Time a draft and the passes that verify; passes of as many rows as were timed before are not timed again.
+        """Time a draft and the passes that verify.
+
+        Of more sequences than the first that are measured, only the narrowest and the widest pass are timed; what lies
+        between is interpolated by the number of rows. Passes of as many rows as were timed before are not timed again.
 
         Args:
             bucket: number of sequences.
@@ -67,12 +75,19 @@ class RoundCosts:
             targets: their target passes, one for each of `widths`. All graphs can run, with all rows at position 0:
                 they write nowhere.
         """
+        started_s = time.perf_counter()
         rows = [bucket * width for width in self.widths]
-        new = {number: graph for number, graph in zip(rows, targets, strict=True) if number not in self._pass_ms}
+        wanted = dict(zip(rows, targets, strict=True))
+        if self._pass_ms:
+            wanted = {number: wanted[number] for number in (rows[0], rows[-1])}
+        new = {number: graph for number, graph in wanted.items() if number not in self._pass_ms}
         self._pass_ms |= zip(new, _shortest_ms(new.values()), strict=True)
         (draft_ms,) = _shortest_ms([draft])
-        passes_ms = np.maximum.accumulate([self._pass_ms[number] for number in rows])
-        self.of(bucket).copy_(torch.from_numpy(draft_ms + passes_ms))
+        known_rows = sorted(self._pass_ms)
+        # Fewer rows never take longer: a pass that seems to was disturbed.
+        known_ms = np.minimum.accumulate([self._pass_ms[number] for number in reversed(known_rows)])[::-1]
+        self.of(bucket).copy_(torch.from_numpy(draft_ms + np.interp(rows, known_rows, known_ms)))
+        self.measure_ms += (time.perf_counter() - started_s) * 1000
 
     def measure_growth(self, targets: Seq[CpuGraph], move_to: Callable[[int], None], max_model_len: int) -> None:
         """Time passes that verify one sequence again, far from position 0.
@@ -84,6 +99,7 @@ class RoundCosts:
             move_to: sets the position of all their rows.
             max_model_len: most positions of a sequence.
         """
+        started_s = time.perf_counter()
         far = min(_FAR_POSITION, max_model_len - 1)
         move_to(far)
         ends = [self.widths[0], self.widths[-1]]
@@ -91,14 +107,14 @@ class RoundCosts:
         grown_ms = [max(ms - self._pass_ms[width], 0.0) for ms, width in zip(far_ms, ends, strict=True)]
         grown_ms[1] = max(grown_ms)
         self.growth.copy_(torch.from_numpy(np.interp(self.widths, ends, grown_ms) / max(far, 1)))
+        self.measure_ms += (time.perf_counter() - started_s) * 1000
 
 
 def _shortest_ms(graphs: Iterable[CpuGraph]) -> list[float]:
     """Time of a replay of each, in turns."""
-    timed = [(graph, _replay_ms(graph)) for graph in graphs]
-    for _ in range(_REPEATS - 1):
-        timed = [(graph, ms if ms > _LONG_MS else min(ms, _replay_ms(graph))) for graph, ms in timed]
-    return [ms for _, ms in timed]
+    listed = list(graphs)
+    turns = [[_replay_ms(graph) for graph in listed] for _ in range(_REPEATS)]
+    return [min(times) for times in zip(*turns, strict=True)]
 
 
 def _replay_ms(graph: CpuGraph) -> float:
