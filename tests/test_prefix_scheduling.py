@@ -106,6 +106,38 @@ def test_changing_lengths_give_the_eager_engines_tokens(paths, eager, threads, l
     assert list(llm.info()["task_pipeline"]["refused_rounds"]) == [Refusal.LOGPROBS]
 
 
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_requests_that_join_leave_and_are_aborted_have_their_tokens(paths, eager, lookup):
+    """Blocks run out, too: sequences are recomputed, and go on with other lengths than they had."""
+    llm, draw = make(paths, lookup=lookup, block_size=4, kv_cache_memory_bytes=60_000), random.Random(5)
+    expected = {
+        (number, params): eager.generate([prompt], params)[0].outputs[0].token_ids
+        for number, prompt in enumerate(PROMPTS)
+        for params in (GREEDY, SAMPLED)
+    }
+    engine, running, ended = llm._engine, {}, 0
+    for turn in range(1500):
+        if len(running) < 6 and draw.random() < 0.2:
+            key = draw.randrange(len(PROMPTS)), draw.choice([GREEDY, SAMPLED])
+            running[engine.add_request(PROMPTS[key[0]], key[1], output_kind="final")] = key
+        if running and draw.random() < 0.01:
+            name = draw.choice(list(running))
+            key, output = running.pop(name), engine.abort(name)
+            assert output is not None
+            given = output.outputs[0].token_ids
+            assert given == expected[key][: len(given)]
+        if turn % 7 == 0:
+            set_costs(llm, [draw.random() + 1e-3 for _ in LENGTHS])
+        for output in engine.step():
+            given, key = output.outputs[0].token_ids, running[output.request_id]
+            assert given == expected[key][: len(given)]
+            if output.finished:
+                assert len(given) == len(expected[running.pop(output.request_id)])
+                ended += 1
+    assert ended > 50
+    assert llm.graph_counts()["captures_since_startup"] == 0
+
+
 def test_confident_drafts_are_verified_and_others_are_not(paths):
     """With costs that rise by a little, the number of verified tokens follows the confidences."""
     llm = make(paths)
