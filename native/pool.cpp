@@ -239,7 +239,7 @@ void Pool::execute(const Job& job, int index) {
       }
     }
     const bool is_last = place.is_last(job);
-    if (index == 0 && may_leave && !is_last) choose_team(job, team, place.next(job));
+    if (index == 0 && may_leave && !is_last) choose_team(job, team, place);
     if (team > 1) barrier(team);
     if (is_last) break;
     // Only now: what the call wrote may decide which list comes next.
@@ -259,12 +259,16 @@ void Pool::execute(const Job& job, int index) {
   if (when_under_way) when_under_way->action();
 }
 
-// Says before the barrier of the call before whether the last thread leaves, or comes back, for the call at `next`. What
+// Says before the barrier of the call before whether the last thread leaves, or comes back, for the call after `place`. What
 // decides which list comes next is written by thread 0, which calls this.
-void Pool::choose_team(const Job& job, int team, const Place& next) {
+void Pool::choose_team(const Job& job, int team, const Place& place) {
+  const Place next = place.next(job);
   const bool leaves = next.list + 1 < job.lists.size() && job.host->lasts();
   if (leaves == (team < job.threads)) return;
   if (leaves) {
+    // Called back for this very call, the last thread may not even have seen yet that it was to leave: it would miss that,
+    // were it told to leave again before the barrier that it comes to.
+    if (resume_number_.load(std::memory_order_relaxed) == place.number) return;
     leave_at_.store(next.number, std::memory_order_relaxed);
     return;
   }

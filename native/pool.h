@@ -96,7 +96,7 @@ class Pool {
   void execute(const Job& job, int index);
   void place_owned_caller(int threads) const;
   void barrier(int threads);
-  void choose_team(const Job& job, int team, const Place& next);
+  void choose_team(const Job& job, int team, const Place& place);
   void call_back();
   Place wait_for_call(uint32_t seen);
 
@@ -109,7 +109,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
   // Of the run: the number of the call before which its last thread leaves, and the call for which it comes back. Neither
-  // changes before all threads that take part have read it. Number 0, the first call, stands for none.
+  // changes before all threads that take part have read it: a thread that was called back has, once it was at a barrier.
+  // Number 0, the first call, stands for none.
   std::atomic<uint32_t> leave_at_{0}, resume_list_{0}, resume_call_{0}, resume_number_{0};
   alignas(64) std::atomic<uint32_t> resumed_{0};  // how often it was called back
 };
