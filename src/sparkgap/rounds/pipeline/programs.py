@@ -121,6 +121,7 @@ class SlotPrograms:
 
     def _capture(self, bucket: int) -> CpuProgram:
         model, widths = self._passes.drafting, self.widths(bucket)
+        chooses = len(widths) > 1
         parts = [self._record("begin", lambda: self._begin(bucket))]
         proposal: Proposal | None = None
         if model is not None and widths[-1] > 1:
@@ -130,20 +131,20 @@ class SlotPrograms:
             if self._lookup_lengths is not None:
                 parts.append(self._record("look up", functools.partial(self._look_up, bucket, proposal)))
                 proposal = proposal._replace(token_ids=self._slot.drafts[:bucket])
-            if len(widths) > 1:
+            if chooses:
                 parts.append(self._record("choose", functools.partial(self._choose, bucket, proposal)))
         choices: list[int | None] = [None] * len(parts)
         for choice, width in enumerate(widths):
             verification = self._capture_verification(bucket, width, proposal)
             parts += verification
-            choices += [choice if len(widths) > 1 else None] * len(verification)
+            choices += [choice if chooses else None] * len(verification)
         parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
         choices.append(None)
         return CpuProgram(
             parts,
             "target" if proposal is None else "draft",
-            self._slot.choice if len(widths) > 1 else None,
-            choices if len(widths) > 1 else (),
+            self._slot.choice if chooses else None,
+            choices if chooses else (),
         )
 
     def _capture_verification(self, bucket: int, width: int, proposal: Proposal | None) -> list[tuple[str, CpuGraph]]:
