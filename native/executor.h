@@ -162,17 +162,18 @@ class Executor {
   void step_rows(const Tensor& context_lengths, const Tensor& block_tables, int64_t block_size, int64_t max_length,
                  const Tensor& sources, const Tensor& positions, const Tensor& slots);
   void settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
-                    const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
-                    const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
+                    const std::optional<Tensor>& draft_scores, const std::optional<Tensor>& runs, const Tensor& positions,
+                    const Tensor& row_positions, const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
                     const std::optional<Tensor>& context_slots, const Tensor& next_anchors, const Tensor& next_positions,
                     const Tensor& results);
   // See lookup.h.
-  void look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
-               int64_t shortest, int64_t longest, const Tensor& out, const std::optional<Tensor>& runs);
+  void look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, int64_t shortest, int64_t longest,
+               const Tensor& drafts, const Tensor& runs, const Tensor& wants_draft);
+  void fill_drafts(const Tensor& proposed, const Tensor& runs, const Tensor& drafts);
   // See scheduling.h.
   void choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
                      const Tensor& positions, const Tensor& lengths, const Tensor& costs, const Tensor& growth,
-                     const Tensor& chosen);
+                     const Tensor& draft_cost, const std::optional<Tensor>& wants_draft, const Tensor& chosen);
   void remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results);
   void hand_off(const Tensor& next_anchors, const Tensor& next_positions, const Tensor& state_anchors,
                 const Tensor& state_positions);

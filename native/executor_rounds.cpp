@@ -37,6 +37,14 @@ int64_t rows_each(const Tensor& rows, const char* operand, int64_t sequences) {
   return rows.size(0) / sequences;
 }
 
+// Those that are chosen among what was looked up and what was proposed.
+int64_t* drafts_out(const Tensor& drafts, int64_t sequences) {
+  require(drafts.type == Tensor::Type::kInt64 && drafts.dims == 2 && drafts.contiguous_from(0) &&
+              drafts.size(0) == sequences && drafts.size(1) > 0,
+          "drafts", "contiguous int64 [sequences, draft tokens]", drafts);
+  return static_cast<int64_t*>(drafts.data);
+}
+
 Texts texts_of(const Tensor& texts, const Tensor& text_rows, int64_t sequences) {
   as_int32(texts, "texts");
   require(texts.dims == 2, "texts", "int32 [rows, capacity]", texts);
@@ -132,8 +140,8 @@ void Executor::step_rows(const Tensor& context_lengths, const Tensor& block_tabl
 }
 
 void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
-                            const std::optional<Tensor>& draft_scores, const Tensor& positions, const Tensor& row_positions,
-                            const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
+                            const std::optional<Tensor>& draft_scores, const std::optional<Tensor>& runs,
+                            const Tensor& positions, const Tensor& row_positions, const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
                             const std::optional<Tensor>& context_slots, const Tensor& next_anchors,
                             const Tensor& next_positions, const Tensor& results) {
   require(positions.dims == 1, "positions", "int64 [sequences]", positions);
@@ -149,8 +157,8 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
       sparkgap::settle_round,
       {as_int64(picks, "picks", rows), static_cast<const float*>(scores.data),
        drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, width),
-       drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width), as_int64(positions, "positions", n),
-       as_int64(row_positions, "row_positions", rows), as_int64(slots, "slots", rows), context_length, n, width,
+       drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width),
+       runs ? int32_vector(*runs, "runs", n) : nullptr, as_int64(positions, "positions", n), as_int64(row_positions, "row_positions", rows), as_int64(slots, "slots", rows), context_length, n, width,
        context_positions ? int64_out(*context_positions, "context_positions", rows) : nullptr,
        context_slots ? int64_out(*context_slots, "context_slots", rows) : nullptr,
        int64_out(next_anchors, "next_anchors", n), int64_out(next_positions, "next_positions", n),
@@ -161,30 +169,38 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
                              &next_positions, &results,
                              draft_ids ? &*draft_ids : &picks,
                              draft_scores ? &*draft_scores : &picks,
+                             runs ? &*runs : &picks,
                              context_positions ? &*context_positions : &picks,
                              context_slots ? &*context_slots : &picks};
   submit({&call, 1}, tensors);
 }
 
-void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& draft_ids,
-                       int64_t shortest, int64_t longest, const Tensor& out, const std::optional<Tensor>& runs) {
+void Executor::look_up(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, int64_t shortest,
+                       int64_t longest, const Tensor& drafts, const Tensor& runs, const Tensor& wants_draft) {
   require(positions.dims == 1, "positions", "int64 [sequences]", positions);
   const int64_t n = positions.size(0);
   if (shortest < 1 || longest < shortest) throw std::invalid_argument("lengths must be 1 <= shortest <= longest");
-  require(out.type == Tensor::Type::kInt64 && out.dims == 2 && out.contiguous_from(0) && out.size(0) == n && out.size(1) > 0,
-          "out", "contiguous int64 [sequences, draft tokens]", out);
-  const int64_t count = out.size(1);
   const Call call = make_call<LookUp>(
       sparkgap::look_up,
-      {texts_of(texts, text_rows, n), as_int64(positions, "positions", n),
-       drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, count + 1), shortest, longest, n, count,
-       static_cast<int64_t*>(out.data), runs ? const_cast<int32_t*>(int32_vector(*runs, "runs", n)) : nullptr});
-  submit({&call, 1}, {&texts, &text_rows, &positions, &draft_ids, &out, runs ? &*runs : &out});
+      {texts_of(texts, text_rows, n), as_int64(positions, "positions", n), shortest, longest, n, drafts.size(1),
+       drafts_out(drafts, n), const_cast<int32_t*>(int32_vector(runs, "runs", n)), int64_out(wants_draft, "wants_draft", 1)});
+  submit({&call, 1}, {&texts, &text_rows, &positions, &drafts, &runs, &wants_draft});
+}
+
+void Executor::fill_drafts(const Tensor& proposed, const Tensor& runs, const Tensor& drafts) {
+  require(runs.dims == 1, "runs", "int32 [sequences]", runs);
+  const int64_t n = runs.size(0);
+  int64_t* const out = drafts_out(drafts, n);
+  const int64_t count = drafts.size(1);
+  const Call call = make_call<FillDrafts>(
+      sparkgap::fill_drafts, {drafted<int64_t>(proposed, Tensor::Type::kInt64, "proposed", n, count + 1),
+                              int32_vector(runs, "runs", n), n, count, out});
+  submit({&call, 1}, {&proposed, &runs, &drafts});
 }
 
 void Executor::choose_length(const Tensor& confidences, const std::optional<Tensor>& runs, const Tensor& num_blocks,
                              const Tensor& positions, const Tensor& lengths, const Tensor& costs, const Tensor& growth,
-                             const Tensor& chosen) {
+                             const Tensor& draft_cost, const std::optional<Tensor>& wants_draft, const Tensor& chosen) {
   require(confidences.dims == 2 && confidences.size(1) > 0, "confidences", "float32 [sequences, draft tokens]", confidences);
   const int64_t n = confidences.size(0), count = confidences.size(1);
   require(lengths.dims == 1 && lengths.size(0) > 0, "lengths", "int64 [choices]", lengths);
@@ -192,19 +208,20 @@ void Executor::choose_length(const Tensor& confidences, const std::optional<Tens
   for (int64_t i = 0; i < choices; i++)
     require(numbers[i] >= (i ? numbers[i - 1] : 0) && numbers[i] <= count, "lengths",
             "numbers of draft tokens that there are, rising", lengths);
-  const auto numbers_of = [choices](const Tensor& tensor, const char* operand) {
-    require(tensor.type == Tensor::Type::kFloat64 && tensor.dims == 1 && tensor.contiguous_from(0) && tensor.size(0) == choices,
-            operand, "contiguous float64 [choices]", tensor);
+  const auto numbers_of = [](const Tensor& tensor, const char* operand, int64_t count) {
+    require(tensor.type == Tensor::Type::kFloat64 && tensor.dims == 1 && tensor.contiguous_from(0) && tensor.size(0) == count,
+            operand, "contiguous float64, one entry a choice (draft_cost: 1)", tensor);
     return static_cast<const double*>(tensor.data);
   };
   const Call call = make_call<ChooseLength>(
       sparkgap::choose_length,
       {drafted<float>(confidences, Tensor::Type::kFloat32, "confidences", n, count + 1),
        runs ? int32_vector(*runs, "runs", n) : nullptr, int32_vector(num_blocks, "num_blocks", n),
-       as_int64(positions, "positions", n), numbers, numbers_of(costs, "costs"), numbers_of(growth, "growth"), n, choices,
-       int64_out(chosen, "chosen", 1)});
-  submit({&call, 1},
-         {&confidences, runs ? &*runs : &num_blocks, &num_blocks, &positions, &lengths, &costs, &growth, &chosen});
+       as_int64(positions, "positions", n), numbers, numbers_of(costs, "costs", choices),
+       numbers_of(growth, "growth", choices), numbers_of(draft_cost, "draft_cost", 1),
+       wants_draft ? as_int64(*wants_draft, "wants_draft", 1) : nullptr, n, choices, int64_out(chosen, "chosen", 1)});
+  submit({&call, 1}, {&confidences, runs ? &*runs : &num_blocks, &num_blocks, &positions, &lengths, &costs, &growth, &draft_cost,
+                      wants_draft ? &*wants_draft : &chosen, &chosen});
 }
 
 void Executor::remember(const Tensor& texts, const Tensor& text_rows, const Tensor& positions, const Tensor& results) {

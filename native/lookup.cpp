@@ -36,18 +36,28 @@ int32_t* Texts::of(int64_t sequence, Worker worker) const {
 
 void look_up(const LookUp& args, Worker worker) {
   if (worker.index != 0) return;
+  bool has_found = false, has_missed = false;
   for (int64_t i = 0; i < args.sequences; i++) {
     int64_t* drafts = args.drafts + i * args.count;
     const int32_t* text = args.texts.of(i, worker);
     const int64_t last = args.positions[i];
     const bool known = text && last >= 0 && last < args.texts.capacity;
     const int64_t end = known ? find_repeated(text, last, args.shortest, args.longest) : -1;
-    if (args.runs) args.runs[i] = end < 0 ? 0 : int32_t(length_of_run(text, last, end));
-    for (int64_t step = 0; step < args.count; step++) {
+    args.runs[i] = end < 0 ? 0 : int32_t(length_of_run(text, last, end));
+    (end < 0 ? has_missed : has_found) |= text != nullptr;
+    for (int64_t step = 0; end >= 0 && step < args.count; step++) {
       const int64_t place = end + 1 + step;
-      drafts[step] = end < 0 ? args.proposed.at(i, step) : place <= last ? text[place] : drafts[place - last - 1];
+      drafts[step] = place <= last ? text[place] : drafts[place - last - 1];
     }
   }
+  args.wants_draft[0] = has_missed || !has_found;
+}
+
+void fill_drafts(const FillDrafts& args, Worker worker) {
+  if (worker.index != 0) return;
+  for (int64_t i = 0; i < args.sequences; i++)
+    for (int64_t step = 0; args.runs[i] == 0 && step < args.count; step++)
+      args.drafts[i * args.count + step] = args.proposed.at(i, step);
 }
 
 void remember(const Remember& args, Worker worker) {

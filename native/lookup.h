@@ -18,17 +18,25 @@ struct Texts {
 };
 
 // What followed the last tokens, up to the anchor, at their latest earlier place: of `longest` tokens if they stood there,
-// else of one less, down to `shortest`. Where none did, the proposed draft tokens are taken. A text that ends too early
+// else of one less, down to `shortest`. Where none did, the draft tokens are left as they are. A text that ends too early
 // goes on as if it repeated itself from there.
 struct LookUp {
   static constexpr int64_t kLongestRun = 64;
 
   Texts texts;
   const int64_t* positions;  // [sequences], of the anchors
-  Drafted<int64_t> proposed;
   int64_t shortest, longest, sequences, count;
+  int64_t* drafts;       // [sequences, count]
+  int32_t* runs;         // [sequences], last tokens that stood there, counted up to kLongestRun; 0 where nothing did
+  int64_t* wants_draft;  // [1], 0 where every sequence has found something, those that only pad apart; else 1
+};
+
+// Takes the proposed draft tokens of the sequences for which nothing was found.
+struct FillDrafts {
+  Drafted<int64_t> proposed;
+  const int32_t* runs;  // [sequences]
+  int64_t sequences, count;
   int64_t* drafts;  // [sequences, count]
-  int32_t* runs;    // [sequences], last tokens that stood there, counted up to kLongestRun; 0 where nothing did. May be null
 };
 
 // Writes a round's tokens behind the anchors; what lies beyond the capacity is left out. More accepted tokens than a round
@@ -41,6 +49,7 @@ struct Remember {
 };
 
 void look_up(const LookUp&, Worker);
+void fill_drafts(const FillDrafts&, Worker);
 void remember(const Remember&, Worker);
 
 }  // namespace sparkgap

@@ -106,8 +106,9 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t, const std::optional<sparkgap::Tensor>&, const std::vector<int64_t>&>(),
-           "parts"_a, "first_pass"_a = 0, "selector"_a.none() = nb::none(), "choices"_a = std::vector<int64_t>())
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t, const std::vector<std::optional<sparkgap::Tensor>>&,
+                    const std::vector<int64_t>&>(),
+           "parts"_a, "first_pass"_a = 0, "selectors"_a = nb::list(), "choices"_a = std::vector<int64_t>())
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
 
@@ -175,12 +176,13 @@ NB_MODULE(_native, m) {
       .def("step_rows", &Executor::step_rows, "context_lengths"_a, "block_tables"_a, "block_size"_a, "max_length"_a,
            "sources"_a, "positions"_a, "slots"_a)
       .def("settle_round", &Executor::settle_round, "picks"_a, "scores"_a, "draft_ids"_a.none(), "draft_scores"_a.none(),
-           "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
+           "runs"_a.none(), "positions"_a, "row_positions"_a, "slots"_a, "context_length"_a, "context_positions"_a.none(),
            "context_slots"_a.none(), "next_anchors"_a, "next_positions"_a, "results"_a)
-      .def("look_up", &Executor::look_up, "texts"_a, "text_rows"_a, "positions"_a, "draft_ids"_a, "shortest"_a, "longest"_a,
-           "out"_a, "runs"_a.none() = nb::none())
+      .def("look_up", &Executor::look_up, "texts"_a, "text_rows"_a, "positions"_a, "shortest"_a, "longest"_a, "drafts"_a,
+           "runs"_a, "wants_draft"_a)
+      .def("fill_drafts", &Executor::fill_drafts, "proposed"_a, "runs"_a, "drafts"_a)
       .def("choose_length", &Executor::choose_length, "confidences"_a, "runs"_a.none(), "num_blocks"_a, "positions"_a, "lengths"_a,
-           "costs"_a, "growth"_a, "chosen"_a)
+           "costs"_a, "growth"_a, "draft_cost"_a, "wants_draft"_a.none(), "chosen"_a)
       .def("remember", &Executor::remember, "texts"_a, "text_rows"_a, "positions"_a, "results"_a)
       .def("hand_off", &Executor::hand_off, "next_anchors"_a, "next_positions"_a, "state_anchors"_a, "state_positions"_a)
       .def("empty", &Executor::empty, "shape"_a, "dtype"_a);

@@ -73,7 +73,8 @@ void settle_round(const SettleRound& args, Worker worker) {
     int64_t accepted = 0;
     while (accepted < width - 1 && picks[accepted] == args.drafts.at(i, accepted)) accepted++;
     RoundStatus status = RoundStatus::kGood;
-    for (int64_t step = 0; step < width - 1; step++)
+    const bool is_drafted = !args.runs || args.runs[i] == 0;
+    for (int64_t step = 0; is_drafted && step < width - 1; step++)
       if (!std::isfinite(args.draft_scores.at(i, step))) status = RoundStatus::kDrafterNotFinite;
     // Only rows that were reached count: what follows a rejected draft token was never asked for.
     for (int64_t row = 0; row <= accepted; row++)

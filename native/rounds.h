@@ -63,6 +63,7 @@ struct SettleRound {
   const float* scores;   // the logit of each pick
   Drafted<int64_t> drafts;
   Drafted<float> draft_scores;
+  const int32_t* runs;           // [sequences], 0 where draft tokens are the drafter's: others have no scores; may be null
   const int64_t* positions;      // [sequences], of the anchors
   const int64_t* row_positions;  // [sequences * width]
   const int64_t* slots;

@@ -38,6 +38,7 @@ void choose_length(const ChooseLength& args, Worker worker) {
   double best_rate = 0;
   // Of a drafter that gives no numbers all tokens are verified, so that settling sees it.
   const bool is_known = are_finite(args);
+  const double draft_cost = !args.wants_draft || args.wants_draft[0] ? args.draft_cost[0] : 0;
   for (int64_t choice = 0; is_known && choice < args.choices; choice++) {
     double tokens = 0, positions = 0;
     for (int64_t i = 0; i < args.sequences; i++) {
@@ -45,7 +46,7 @@ void choose_length(const ChooseLength& args, Worker worker) {
       tokens += 1 + expected_tokens(args, i, args.lengths[choice]);
       positions += double(args.positions[i]);
     }
-    const double cost = args.costs[choice] + positions * args.growth[choice];
+    const double cost = draft_cost + args.costs[choice] + positions * args.growth[choice];
     if (const double rate = tokens / cost; rate > best_rate) best = choice, best_rate = rate;
   }
   args.chosen[0] = best;

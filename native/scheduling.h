@@ -18,8 +18,10 @@ struct ChooseLength {
   const int32_t* num_blocks;   // [sequences], 0 for a sequence that only pads
   const int64_t* positions;    // [sequences], of the anchors
   const int64_t* lengths;      // [choices], draft tokens, rising
-  const double* costs;         // [choices], of a round with so many at position 0
+  const double* costs;         // [choices], of a round with so many at position 0, without the draft
   const double* growth;        // [choices], by which each position of each sequence adds to them
+  const double* draft_cost;    // [1]
+  const int64_t* wants_draft;  // [1], 0 in a round without draft; null: there is one
   int64_t sequences, choices;
   int64_t* chosen;  // [1], index of the choice
 };

@@ -153,31 +153,32 @@ QueuedLaunch* StreamState::wait_for_work(QueuedLaunch* last) {
   return last->next;
 }
 
-Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass, const std::optional<Tensor>& selector,
-                 const std::vector<int64_t>& choices)
+Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass,
+                 const std::vector<std::optional<Tensor>>& selectors, const std::vector<int64_t>& choices)
     : parts_(std::move(parts)), first_pass_(first_pass) {
   if (parts_.empty()) throw std::invalid_argument("a program needs at least one graph");
   if (first_pass_ >= parts_.size()) throw std::invalid_argument("the program has no such graph");
-  if (selector.has_value() == choices.empty()) throw std::invalid_argument("a selector and choices go together");
-  if (selector && (choices.size() != parts_.size() || choices.front() >= 0 || choices.back() >= 0))
-    throw std::invalid_argument("every graph needs a choice, and the first and the last one run always (-1)");
+  if (selectors.size() != choices.size()) throw std::invalid_argument("selectors and choices go together");
+  if (!selectors.empty() && (selectors.size() != parts_.size() || selectors.front() || selectors.back()))
+    throw std::invalid_argument("there is a condition, or none, for each graph, and the first and the last one run always");
   threads_ = parts_.front()->threads();
   for (const auto& part : parts_) {
     if (!part || !part->size()) throw std::invalid_argument("a graph of the program holds no calls");
     if (part->threads() != threads_) throw std::invalid_argument("the program's graphs use different numbers of threads");
     lists_.push_back(part->calls());
-    if (const size_t number = lists_.size() - 1; selector && choices[number] >= 0) {
-      lists_.back().selector = as_int64(*selector, "selector", 1);
+    if (const size_t number = lists_.size() - 1; number < selectors.size() && selectors[number]) {
+      lists_.back().selector = as_int64(*selectors[number], "selector", 1);
       lists_.back().choice = choices[number];
     }
     for (const Call& call : part->calls().calls) scratch_bytes_ = std::max(scratch_bytes_, call.scratch_bytes);
   }
-  if (!selector) return;
-  selector_ = selector->object;
-  Py_INCREF(selector_);
+  for (const auto& selector : selectors)
+    if (selector) selectors_.push_back(Py_NewRef(selector->object));
 }
 
-Program::~Program() { Py_XDECREF(selector_); }
+Program::~Program() {
+  for (PyObject* selector : selectors_) Py_DECREF(selector);
+}
 
 uint32_t Program::run(uint32_t* number, const WhenUnderWay* when_under_way) const {
   return Pool::shared().run(lists_, threads_, scratch_bytes_, number, when_under_way);

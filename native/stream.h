@@ -18,11 +18,11 @@ class Program {
  public:
   // `first_pass`: the graph in which the host may be told of launches that ended before: until its first call has run,
   // nothing shall come between a launch and the next.
-  // `selector`, with `choices`: int64 [1], written by a graph of the program. A part with a choice of 0 or more runs only
-  // where the selector has that value when the part before has ended; the first and the last part have none (-1). Thread 0
-  // must be the one that writes it (operations of rounds run on that thread), and with a value that is some part's.
+  // `selectors`, with `choices`: int64 [1] each, written by graphs of the program; one for each part, or none at all. A part
+  // that has one runs only where that has the value of the part's choice when the part before has ended. The first and the
+  // last part have none. Thread 0 must be the one that writes it: operations of rounds run on that thread.
   explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0,
-                   const std::optional<Tensor>& selector = std::nullopt, const std::vector<int64_t>& choices = {});
+                   const std::vector<std::optional<Tensor>>& selectors = {}, const std::vector<int64_t>& choices = {});
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
@@ -36,7 +36,7 @@ class Program {
   uint32_t run(uint32_t* number, const WhenUnderWay* when_under_way) const;
 
   std::vector<std::shared_ptr<Graph>> parts_;
-  PyObject* selector_ = nullptr;
+  std::vector<PyObject*> selectors_;
   size_t first_pass_;
   std::vector<CallList> lists_;
   size_t scratch_bytes_ = 0;

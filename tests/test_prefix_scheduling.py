@@ -61,6 +61,7 @@ def set_costs(llm, costs):
     costs_of(llm).growth.zero_()
     for bucket in costs_of(llm).as_dict():
         costs_of(llm).of(bucket).copy_(torch.tensor(costs, dtype=torch.float64))
+        costs_of(llm).draft_of(bucket).zero_()
 
 
 @pytest.mark.parametrize("choice", range(len(LENGTHS)))
@@ -191,12 +192,14 @@ def test_passes_are_timed_where_no_others_tell(monkeypatch):
     monkeypatch.setattr("sparkgap.rounds.pipeline.scheduling._replay_ms", lambda graph: timed.append(graph) or graph)
     costs = RoundCosts((2, 4, 8), (1, 2))
     costs.measure(1, 1.0, [2.0, 3.0, 30.0])
-    assert costs.of(1).tolist() == [3.0, 4.0, 31.0]
+    assert costs.of(1).tolist() == [2.0, 3.0, 30.0]
+    assert costs.draft_of(1).item() == 1.0
     assert timed == [2.0, 3.0, 30.0, 2.0, 3.0, 30.0, 1.0, 1.0]
     timed.clear()
     # Of 4, 8 and 16 rows, those of 4 and 8 are known already.
     costs.measure(2, 1.5, [99.0, 99.0, 50.0])
-    assert costs.of(2).tolist() == [4.5, 31.5, 51.5]
+    assert costs.of(2).tolist() == [3.0, 30.0, 50.0]
+    assert costs.draft_of(2).item() == 1.5
     assert timed == [50.0, 50.0, 1.5, 1.5]
     assert costs.as_dict() == {1: [3.0, 4.0, 31.0], 2: [4.5, 31.5, 51.5]}
     # Of 6, 12 and 24 rows, 12 lies between the 8 and 16 that are.

@@ -110,6 +110,9 @@ def test_drafts_are_looked_up_as_the_host_does(paths, eager, number):
                 assert a.metrics.acceptance_by_position == b.metrics.acceptance_by_position
                 assert a.metrics.draft_rounds == b.metrics.draft_rounds
     assert chained.info()["task_pipeline"]["refused_rounds"] == {}
+    for llm in (chained, host):
+        replays = llm.graph_counts()["replays"]
+        assert 0 < replays["draft"] < replays["target"]
     texts = chained._engine._pipelined.pipeline.texts
     assert_idle(chained)
     assert len(texts._free) == texts.count
@@ -387,7 +390,7 @@ def broken(llm, weight):
 
 
 def test_nan_in_the_logits_ends_the_request_and_the_next_is_right(paths, eager):
-    llm = make(paths)
+    llm = LLM(paths[0], speculative_config={"model": paths[1], "prompt_lookup_max": 0}, **SETTINGS)
     expected = tokens(eager.generate(PROMPTS, GREEDY))
     weights = {"model": llm._loaded.target.final_norm, "drafter": llm._loaded.speculation.drafter.weights.heads.w1}
     for name, weight in weights.items():
@@ -400,6 +403,35 @@ def test_nan_in_the_logits_ends_the_request_and_the_next_is_right(paths, eager):
                     with pytest.raises(EngineError, match=f"{name} .* gave logits that are not finite"):
                         list(stream)
             assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_is_looked_up_needs_no_drafter(tmp_path_factory, scheduled):
+    """A broken one ends the requests that it drafts for, and no other."""
+    paths = tuple(map(str, write_looping_pair(tmp_path_factory.mktemp("looked-up"), confidences=True)))
+    config = {"model": paths[1], "prompt_lookup_max": 3, "prefix_scheduling": scheduled}
+    llm = LLM(paths[0], speculative_config=config, **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    expected = tokens(make(paths, "off", 0, graphs="off").generate(PROMPTS, params))
+    looping = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
+    given = [[], []]
+    while min(map(len, given)) < 40:
+        for row, stream in zip(given, looping, strict=True):
+            row += next(stream).outputs[0].token_ids
+    drafts = llm.graph_counts()["replays"]["draft"]
+    with broken(llm, llm._loaded.speculation.drafter.weights.heads.w1):
+        for row, stream in zip(given, looping, strict=True):
+            for _ in range(3):
+                row += next(stream).outputs[0].token_ids
+        assert llm.graph_counts()["replays"]["draft"] == drafts
+        with pytest.raises(EngineError, match="drafter .* gave logits that are not finite"):
+            list(llm.stream(PROMPTS[2], params))
+        assert llm.graph_counts()["replays"]["draft"] > drafts
+        for row, stream in zip(given, looping, strict=True):
+            row += (token for output in stream for token in output.outputs[0].token_ids)
+    assert [tuple(row) for row in given] == [tuple(row) for row in expected[:2]]
+    assert tokens(llm.generate(PROMPTS, params)) == expected
     assert_idle(llm)
 
 

@@ -69,7 +69,11 @@ class Graph:
 
 class Program:
     def __init__(
-        self, parts: list[Graph], first_pass: int = 0, selector: Tensor | None = None, choices: list[int] = ...
+        self,
+        parts: list[Graph],
+        first_pass: int = 0,
+        selectors: list[Tensor | None] = ...,
+        choices: list[int] = ...,
     ) -> None: ...
     def replay(self) -> None: ...
     def __len__(self) -> int: ...
@@ -267,6 +271,7 @@ class Executor:
         scores: Tensor,
         draft_ids: Tensor | None,
         draft_scores: Tensor | None,
+        runs: Tensor | None,
         positions: Tensor,
         row_positions: Tensor,
         slots: Tensor,
@@ -282,12 +287,13 @@ class Executor:
         texts: Tensor,
         text_rows: Tensor,
         positions: Tensor,
-        draft_ids: Tensor,
         shortest: int,
         longest: int,
-        out: Tensor,
-        runs: Tensor | None = None,
+        drafts: Tensor,
+        runs: Tensor,
+        wants_draft: Tensor,
     ) -> None: ...
+    def fill_drafts(self, proposed: Tensor, runs: Tensor, drafts: Tensor) -> None: ...
     def choose_length(
         self,
         confidences: Tensor,
@@ -297,6 +303,8 @@ class Executor:
         lengths: Tensor,
         costs: Tensor,
         growth: Tensor,
+        draft_cost: Tensor,
+        wants_draft: Tensor | None,
         chosen: Tensor,
     ) -> None: ...
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None: ...

@@ -17,7 +17,7 @@ import torch
 
 from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
-from sparkgap.device.stream import CpuProgram, CpuStream
+from sparkgap.device.stream import Condition, CpuProgram, CpuStream
 from sparkgap.device.trace import record_kernels
 from sparkgap.ops.native_kernels import NativeKernels
 
@@ -244,10 +244,10 @@ def test_parts_that_are_not_chosen_do_not_run(threads: int) -> None:
     with begin.capture():
         kernels.executor.convert(values, added)
     with choose.capture():
-        kernels.choose_length(confidences, None, blocks, place, lengths, costs, growth, selector)
+        kernels.choose_length(confidences, None, blocks, place, lengths, costs, growth, growth[:1], None, selector)
     parts = [("begin", begin), ("choose", choose), *((f"add {n}", adding(total)) for n, total in enumerate(totals))]
     # The two parts of choice 1 are apart, and choice 3 has no part.
-    program = CpuProgram(parts, selector=selector, choices=[None, None, 0, 1, 2, 1, None])
+    program = CpuProgram(parts, conditions=[None, None, *(Condition(selector, n) for n in (0, 1, 2, 1)), None])
     stream, expected = CpuStream(), [0, 0, 0, 0, 0]
     drawn = random.Random(1)
     for turn in range(200):
@@ -271,15 +271,16 @@ def test_choices_that_make_no_program_are_refused() -> None:
     kernels = NativeKernels(threads=1)
     add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
     parts, selector = [("a", add), ("b", add), ("c", add)], torch.zeros(1, dtype=torch.int64)
-    for choices in ([None, 0], [0, None, None], [None, None, 1]):
+    condition = Condition(selector, 0)
+    for conditions in ([None, condition], [condition, None, None], [None, None, condition]):
         with pytest.raises(ValueError, match="the first and the last one run always"):
-            CpuProgram(parts, selector=selector, choices=choices)
-    for given in ({"selector": selector}, {"choices": [None, 0, None]}):
-        with pytest.raises(ValueError, match="go together"):
-            CpuProgram(parts, **given)
+            CpuProgram(parts, conditions=conditions)
     for wrong in (torch.zeros(1), torch.zeros(2, dtype=torch.int64)):
         with pytest.raises(ValueError, match="selector"):
-            CpuProgram(parts, selector=wrong, choices=[None, 0, None])
+            CpuProgram(parts, conditions=[None, Condition(wrong, 0), None])
+    natives = [graph.native for _, graph in parts]
+    with pytest.raises(ValueError, match="go together"):
+        _native.Program(natives, 0, [None, selector, None], [0])
 
 
 def test_a_program_keeps_its_selector() -> None:
@@ -287,7 +288,7 @@ def test_a_program_keeps_its_selector() -> None:
     add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
     selector = torch.zeros(1, dtype=torch.int64)
     before = sys.getrefcount(selector)
-    program = CpuProgram([("a", add), ("b", add), ("c", add)], selector=selector, choices=[None, 0, None])
+    program = CpuProgram([("a", add), ("b", add), ("c", add)], conditions=[None, Condition(selector, 0), None])
     assert sys.getrefcount(selector) == before + 1
     del program
     assert sys.getrefcount(selector) == before

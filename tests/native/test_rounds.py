@@ -40,6 +40,7 @@ def random_round(sequences: int, width: int, seed: int) -> dict[str, torch.Tenso
     draft_scores = torch.randn(width - 1, sequences, generator=generator).t() if width > 1 else None
     if draft_scores is not None and torch.rand(1, generator=generator) < 0.3:
         draft_scores[0, 0] = torch.inf
+    looks_up = width > 1 and torch.rand(1, generator=generator) < 0.5
     values: dict[str, Any] = {
         "sources": integers(-1, 9, sequences).int(),
         "staged_anchors": integers(0, 99, sequences),
@@ -50,6 +51,7 @@ def random_round(sequences: int, width: int, seed: int) -> dict[str, torch.Tenso
         "anchors": integers(0, 99, sequences),
         "draft_ids": drafts,
         "draft_scores": draft_scores,
+        "runs": integers(0, 3, sequences).int() if looks_up else None,
         "block_tables": integers(0, 500, sequences, MAX_BLOCKS).int(),
         "num_blocks": torch.full((sequences,), MAX_BLOCKS).masked_fill(pads, 0).int(),
         "picks": integers(0, 2, rows),
@@ -105,6 +107,7 @@ def run(kernels: Any, given: dict[str, Any], sequences: int, width: int, *, grap
             given["scores"],
             given["draft_ids"],
             given["draft_scores"],
+            given["runs"],
             given["positions"],
             filled["row_positions"],
             filled["slots"],
@@ -147,6 +150,7 @@ def test_settles_as_one_would_by_hand(sequences: int, width: int, seed: int) -> 
     ours = run(NativeKernels(threads=1), values, sequences, width)
     picks, drafts = values["picks"].view(sequences, width).tolist(), values["draft_ids"].tolist()
     scores = values["scores"].view(sequences, width)
+    runs = [0] * sequences if values["runs"] is None else values["runs"].tolist()
     for i, (accepted, status, *tokens) in enumerate(ours["results"].tolist()):
         expected = 0
         while expected < width - 1 and picks[i][expected] == drafts[i][expected]:
@@ -157,7 +161,7 @@ def test_settles_as_one_would_by_hand(sequences: int, width: int, seed: int) -> 
         assert ours["next_positions"][i] == values["positions"][i] + expected + 1
         if not scores[i, : expected + 1].isfinite().all():
             assert status == RoundStatus.TARGET_NOT_FINITE
-        elif not values["draft_scores"][i].isfinite().all():
+        elif not runs[i] and not values["draft_scores"][i].isfinite().all():
             assert status == RoundStatus.DRAFTER_NOT_FINITE
         else:
             assert status == RoundStatus.GOOD
@@ -223,12 +227,18 @@ def test_looking_up_and_remembering_equal_the_reference(
     lengths = (shortest, shortest + more)
 
     def run_both(kernels: Any, filled: tuple[torch.Tensor, ...]) -> None:
-        drafts, texts, runs = filled
-        kernels.look_up(texts, text_rows, positions, draft_ids, lengths, drafts, runs)
+        drafts, texts, runs, wants_draft = filled
+        kernels.look_up(texts, text_rows, positions, lengths, drafts, runs, wants_draft)
+        kernels.fill_drafts(draft_ids, runs, drafts)
         kernels.remember(texts, text_rows, positions, results)
 
     ours, expected = (
-        (torch.full((sequences, count), -7), texts.clone(), torch.full((sequences,), -7, dtype=torch.int32))
+        (
+            torch.full((sequences, count), -7),
+            texts.clone(),
+            torch.full((sequences,), -7, dtype=torch.int32),
+            torch.tensor([-7]),
+        )
         for _ in range(2)
     )
     kernels = NativeKernels(threads=2)
@@ -241,12 +251,15 @@ def test_looking_up_and_remembering_equal_the_reference(
     else:
         run_both(kernels, ours)
     run_both(REFERENCE, expected)
-    assert torch.equal(ours[0], expected[0])
-    assert torch.equal(ours[1], expected[1])
-    assert torch.equal(ours[2], expected[2])
-    assert ((ours[2] >= shortest) | (ours[0] == draft_ids).all(1)).all()
-    kernels.look_up(texts, text_rows, positions, draft_ids, lengths, expected[0])
-    assert torch.equal(ours[0], expected[0])
+    for filled, reference in zip(ours, expected, strict=True):
+        assert torch.equal(filled, reference)
+    drafts, _, runs, wants_draft = ours
+    assert ((runs >= shortest) | (drafts == draft_ids).all(1)).all()
+    is_looked_up = [run > 0 for run, row in zip(runs.tolist(), text_rows.tolist(), strict=True) if row >= 0]
+    assert wants_draft.item() == (not is_looked_up or not all(is_looked_up))
+    # What was not found is left as it is.
+    kernels.look_up(texts, text_rows, positions, lengths, untouched := torch.full_like(drafts, -7), runs, wants_draft)
+    assert torch.equal(untouched, torch.where((runs > 0)[:, None], drafts, -7))
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -255,7 +268,7 @@ def test_the_length_of_a_run_is_counted_up_to_a_limit(native: bool, tokens: int,
     kernels = NativeKernels(threads=1) if native else REFERENCE
     texts, runs = torch.full((1, 100), 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     row, drafts = torch.zeros(1, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int64)
-    kernels.look_up(texts, row, torch.tensor([tokens - 1]), drafts, (2, 4), drafts.clone(), runs)
+    kernels.look_up(texts, row, torch.tensor([tokens - 1]), (2, 4), drafts, runs, torch.zeros(1, dtype=torch.int64))
     assert runs.item() == run
 
 
@@ -277,7 +290,9 @@ def test_the_chosen_length_is_the_references(
     costs = (1 + torch.rand(len(lengths), generator=generator, dtype=torch.float64)).cumsum(0)
     growth = torch.rand(len(lengths), generator=generator, dtype=torch.float64).cumsum(0) / 50
     positions = torch.randint(0, 99, (sequences,), generator=generator)
-    given = (confidences, runs, num_blocks, positions, lengths, costs, growth)
+    draft_cost = torch.rand(1, generator=generator, dtype=torch.float64)
+    wants_draft = torch.tensor([seed % 2]) if looks_up else None
+    given = (confidences, runs, num_blocks, positions, lengths, costs, growth, draft_cost, wants_draft)
     ours, expected = torch.tensor([-7]), torch.tensor([-7])
     kernels = NativeKernels(threads=2)
     if graph:
@@ -302,6 +317,8 @@ def test_the_chosen_length_is_the_references(
             survival[i] = [torch.tensor(steps[: k + 1], dtype=torch.float64).prod().item() for k in range(count)]
     in_use = [i for i in range(sequences) if num_blocks[i]]
     totals = costs + growth * sum(int(positions[i]) for i in in_use)
+    if wants_draft is None or wants_draft.item():
+        totals += draft_cost
     rates = [
         sum(1 + sum(survival[i][:length]) for i in in_use) / cost
         for length, cost in zip(lengths.tolist(), totals.tolist(), strict=True)
@@ -320,6 +337,8 @@ def test_wrong_operands_of_a_choice_are_refused() -> None:
         "lengths": torch.tensor([1, 3]),
         "costs": torch.ones(2, dtype=torch.float64),
         "growth": torch.ones(2, dtype=torch.float64),
+        "draft_cost": torch.ones(1, dtype=torch.float64),
+        "wants_draft": torch.tensor([1]),
         "chosen": torch.tensor([0]),
     }
     kernels.choose_length(*good.values())
@@ -331,6 +350,8 @@ def test_wrong_operands_of_a_choice_are_refused() -> None:
         "lengths": torch.tensor([3, 1]),
         "costs": torch.ones(3, dtype=torch.float64),
         "growth": torch.ones(2),
+        "draft_cost": torch.ones(2, dtype=torch.float64),
+        "wants_draft": torch.tensor([1.0]),
         "chosen": torch.tensor([0, 0]),
     }.items():
         with pytest.raises(ValueError, match=name):
@@ -353,15 +374,25 @@ def test_more_accepted_tokens_than_a_round_has_are_a_fault(accepted: int) -> Non
 def test_a_text_that_is_not_there_is_a_fault_and_wrong_lengths_are_refused() -> None:
     kernels = NativeKernels(threads=1)
     texts, positions = torch.zeros((2, 5), dtype=torch.int32), torch.tensor([3])
-    drafts, out = torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 2), dtype=torch.int64)
+    filled = (torch.zeros((1, 2), dtype=torch.int64), torch.zeros(1, dtype=torch.int32), torch.tensor([0]))
     with pytest.raises(IndexError, match="state between rounds"):
-        kernels.look_up(texts, torch.tensor([2], dtype=torch.int32), positions, drafts, (1, 2), out)
+        kernels.look_up(texts, torch.tensor([2], dtype=torch.int32), positions, (1, 2), *filled)
     row = torch.tensor([1], dtype=torch.int32)
     for lengths in ((0, 2), (3, 2)):
         with pytest.raises(ValueError, match="shortest"):
-            kernels.look_up(texts, row, positions, drafts, lengths, out)
+            kernels.look_up(texts, row, positions, lengths, *filled)
     with pytest.raises(ValueError, match="texts"):
-        kernels.look_up(texts.long(), row, positions, drafts, (1, 2), out)
+        kernels.look_up(texts.long(), row, positions, (1, 2), *filled)
+    for name, wrong in (
+        ("drafts", (filled[0][0], *filled[1:])),
+        ("runs", (filled[0], filled[1].long(), filled[2])),
+        ("wants_draft", (*filled[:2], filled[2].int())),
+    ):
+        with pytest.raises(ValueError, match=name):
+            kernels.look_up(texts, row, positions, (1, 2), *wrong)
+    for wrong in ((filled[0].int(), filled[1], filled[0]), (filled[0], filled[1], filled[0].t())):
+        with pytest.raises(ValueError, match=r"proposed|drafts"):
+            kernels.fill_drafts(*wrong)
 
 
 @some

@@ -1,11 +1,24 @@
 """Streams of the CPU device: programs of graphs that run in order on a thread of their own, without the GIL."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
+
+
+class Condition(NamedTuple):
+    """When a graph of a program runs.
+
+    Attributes:
+        selector: int64 `[1]`, read when the graph before has ended.
+        choice: the value of it with which the graph runs.
+    """
+
+    selector: Tensor
+    choice: int
 
 
 class CpuProgram:
@@ -15,10 +28,9 @@ class CpuProgram:
         graphs: with their names.
         first_pass: name of the graph with which the launch is under way. Who waits for the launch before is woken
             once its first call has run, and not between the two launches.
-        selector: int64 `[1]`, which an operation of rounds in a graph of the program writes, with a value that is among
-            `choices`; None without `choices`.
-        choices: for each graph, the value of `selector` with which it runs, or None: it always runs. The first and the
-            last always do.
+        conditions: for each graph, a tensor, int64 `[1]`, and the value of it with which the graph runs, or None: it
+            always runs. The first and the last always do. Operations of rounds in earlier graphs of the program write
+            the tensors.
 
     Attributes:
         names: of the graphs, in order, for those who look at the times of a launch.
@@ -28,13 +40,13 @@ class CpuProgram:
         self,
         graphs: Sequence[tuple[str, CpuGraph]],
         first_pass: str | None = None,
-        selector: Tensor | None = None,
-        choices: Sequence[int | None] = (),
+        conditions: Sequence[Condition | None] = (),
     ) -> None:
         self.names = tuple(name for name, _ in graphs)
         first = 0 if first_pass is None else self.names.index(first_pass)
-        wanted = [-1 if choice is None else choice for choice in choices]
-        self._native = _native.Program([graph.native for _, graph in graphs], first, selector, wanted)
+        selectors = [None if condition is None else condition.selector for condition in conditions]
+        choices = [0 if condition is None else condition.choice for condition in conditions]
+        self._native = _native.Program([graph.native for _, graph in graphs], first, selectors, choices)
 
     def replay(self) -> None:
         """Run it on this thread.

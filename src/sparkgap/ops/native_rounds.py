@@ -57,13 +57,17 @@ class NativeRoundKernels(NativeOperations, RoundKernels):
         texts: Tensor,
         text_rows: Tensor,
         positions: Tensor,
-        draft_ids: Tensor,
         lengths: tuple[int, int],
-        out: Tensor,
-        runs: Tensor | None = None,
+        drafts: Tensor,
+        runs: Tensor,
+        wants_draft: Tensor,
     ) -> None:
         """See `Kernels.look_up`."""
-        self.executor.look_up(texts, text_rows, positions, draft_ids, *lengths, out, runs)
+        self.executor.look_up(texts, text_rows, positions, *lengths, drafts, runs, wants_draft)
+
+    def fill_drafts(self, proposed: Tensor, runs: Tensor, drafts: Tensor) -> None:
+        """See `Kernels.fill_drafts`."""
+        self.executor.fill_drafts(proposed, runs, drafts)
 
     def choose_length(self, *operands: Any) -> None:
         """See `Kernels.choose_length`."""

@@ -79,6 +79,7 @@ class RoundKernels:
         scores: Tensor,
         draft_ids: Tensor | None,
         draft_scores: Tensor | None,
+        runs: Tensor | None,
         positions: Tensor,
         row_positions: Tensor,
         slots: Tensor,
@@ -95,6 +96,8 @@ class RoundKernels:
             picks: int64 `[sequences * W]`, the target's token of each row.
             scores: float32 `[sequences * W]`, not finite where the target's logits give no token.
             draft_ids, draft_scores: int64 and float32 `[sequences, W - 1]`, any strides; None for W = 1.
+            runs: int32 `[sequences]`, see `look_up`: draft tokens that were looked up have no scores. None where
+                nothing is looked up.
             positions: int64 `[sequences]`, of the anchors.
             row_positions, slots: int64 `[sequences * W]`, of the verified rows.
             context_length: rows from this position on give no context.
@@ -108,6 +111,7 @@ class RoundKernels:
             scores,
             draft_ids,
             draft_scores,
+            runs,
             positions,
             row_positions,
             slots,
@@ -124,24 +128,35 @@ class RoundKernels:
         texts: Tensor,
         text_rows: Tensor,
         positions: Tensor,
-        draft_ids: Tensor,
         lengths: tuple[int, int],
-        out: Tensor,
-        runs: Tensor | None = None,
+        drafts: Tensor,
+        runs: Tensor,
+        wants_draft: Tensor,
     ) -> None:
-        """Drafts of each sequence: what followed its last tokens before, else what was proposed (`rounds.lookup`).
+        """Drafts of each sequence whose last tokens stood before: what followed them there (`rounds.lookup`).
 
         Args:
             texts: int32 `[rows, capacity]`, tokens by position.
             text_rows: int32 `[sequences]`, row of each sequence's text; -1 where it only pads.
             positions: int64 `[sequences]`, of the anchors, whose tokens the texts have.
-            draft_ids: int64 `[sequences, N]`, the proposed draft tokens.
             lengths: fewest and most last tokens that are compared.
-            out: int64 `[sequences, N]`, filled.
+            drafts: int64 `[sequences, N]`, filled where something was found.
             runs: int32 `[sequences]`, filled: how many of the last tokens stood there, counted up to `LONGEST_RUN`; 0
-                where the proposed draft tokens are taken.
+                where nothing was found.
+            wants_draft: int64 `[1]`, filled: 0 where something was found for every sequence, those that only pad
+                apart, so that nothing need be drafted; 1 where not, and where all only pad.
         """
-        rounds.look_up(texts, text_rows, positions, draft_ids, lengths, out, runs)
+        rounds.look_up(texts, text_rows, positions, lengths, drafts, runs, wants_draft)
+
+    def fill_drafts(self, proposed: Tensor, runs: Tensor, drafts: Tensor) -> None:
+        """Take a drafter's tokens for the sequences for which nothing was found.
+
+        Args:
+            proposed: int64 `[sequences, N]`, any strides.
+            runs: int32 `[sequences]`, see `look_up`.
+            drafts: int64 `[sequences, N]`, filled where `runs` is 0.
+        """
+        rounds.fill_drafts(proposed, runs, drafts)
 
     def choose_length(
         self,
@@ -152,6 +167,8 @@ class RoundKernels:
         lengths: Tensor,
         costs: Tensor,
         growth: Tensor,
+        draft_cost: Tensor,
+        wants_draft: Tensor | None,
         chosen: Tensor,
     ) -> None:
         """The number of draft tokens, the same for all sequences, with the most expected tokens for its cost.
@@ -167,11 +184,15 @@ class RoundKernels:
             num_blocks: int32 `[sequences]`, 0 for a sequence that only pads.
             positions: int64 `[sequences]`, of the anchors.
             lengths: int64 `[choices]`, numbers of draft tokens, rising, at most N; fixed once captured.
-            costs: float64 `[choices]`, of a round with so many at position 0, in any unit.
+            costs: float64 `[choices]`, of a round with so many at position 0, without its draft, in any unit.
             growth: float64 `[choices]`, what each position of each sequence adds to them.
+            draft_cost: float64 `[1]`, of the draft.
+            wants_draft: int64 `[1]`, see `look_up`: where it is 0, the round had no draft. None where each has one.
             chosen: int64 `[1]`, filled: index of the choice.
         """
-        rounds.choose_length(confidences, runs, num_blocks, positions, lengths, costs, growth, chosen)
+        rounds.choose_length(
+            confidences, runs, num_blocks, positions, lengths, costs, growth, draft_cost, wants_draft, chosen
+        )
 
     def remember(self, texts: Tensor, text_rows: Tensor, positions: Tensor, results: Tensor) -> None:
         """Write a round's tokens behind the anchors, as far as `texts` reach; `results` as of `settle_round`.

@@ -70,6 +70,7 @@ def settle_round(
     scores: Tensor,
     draft_ids: Tensor | None,
     draft_scores: Tensor | None,
+    runs: Tensor | None,
     positions: Tensor,
     row_positions: Tensor,
     slots: Tensor,
@@ -90,6 +91,8 @@ def settle_round(
     else:
         accepted = (rows[:, :-1] == draft_ids).long().cumprod(1).sum(1)
         drafter_finite = draft_scores.isfinite().all(1)
+        if runs is not None:
+            drafter_finite |= runs > 0
     reached = torch.arange(width, device=picks.device) <= accepted[:, None]
     target_finite = (scores.view(sequences, -1).isfinite() | ~reached).all(1)
     status = torch.where(drafter_finite, int(RoundStatus.GOOD), int(RoundStatus.DRAFTER_NOT_FINITE))
@@ -114,15 +117,13 @@ def look_up(
     texts: Tensor,
     text_rows: Tensor,
     positions: Tensor,
-    draft_ids: Tensor,
     lengths: tuple[int, int],
-    out: Tensor,
-    runs: Tensor | None = None,
+    drafts: Tensor,
+    runs: Tensor,
+    wants_draft: Tensor,
 ) -> None:
     """See `Kernels.look_up`."""
-    out.copy_(draft_ids)
-    if runs is not None:
-        runs.zero_()
+    runs.zero_()
     for sequence, (row, last) in enumerate(zip(text_rows.tolist(), positions.tolist(), strict=True)):
         if row < 0 or not 0 <= last < texts.shape[1]:
             continue
@@ -130,11 +131,16 @@ def look_up(
         end = _repeated(text, lengths)
         if end is None:
             continue
-        if runs is not None:
-            runs[sequence] = _length_of_run(text, end)
-        for place in range(end, end + out.shape[1]):
+        runs[sequence] = _length_of_run(text, end)
+        for place in range(end, end + drafts.shape[1]):
             text.append(text[place])
-        out[sequence] = torch.tensor(text[last + 1 :])
+        drafts[sequence] = torch.tensor(text[last + 1 :])
+    wants_draft.fill_(int(not (runs > 0).any() or ((runs == 0) & (text_rows >= 0)).any()))
+
+
+def fill_drafts(proposed: Tensor, runs: Tensor, drafts: Tensor) -> None:
+    """See `Kernels.fill_drafts`."""
+    drafts.copy_(torch.where((runs == 0)[:, None], proposed, drafts))
 
 
 def _repeated(text: list[int], lengths: tuple[int, int]) -> int | None:
@@ -170,6 +176,8 @@ def choose_length(
     lengths: Tensor,
     costs: Tensor,
     growth: Tensor,
+    draft_cost: Tensor,
+    wants_draft: Tensor | None,
     chosen: Tensor,
 ) -> None:
     """See `Kernels.choose_length`."""
@@ -180,7 +188,8 @@ def choose_length(
         survival = torch.where(runs[:, None] > 0, torch.tensor(looked_up, dtype=torch.float64).cumprod(1), survival)
     running = num_blocks > 0
     tokens = torch.cat([torch.ones_like(survival[:, :1]), survival], dim=1).cumsum(1)[running].sum(0)
-    rates = tokens[lengths] / (costs + positions[running].sum() * growth)
+    drafted = 1 if wants_draft is None else wants_draft.clamp(max=1)
+    rates = tokens[lengths] / (drafted * draft_cost + costs + positions[running].sum() * growth)
     is_known = bool(running.any()) and bool(survival[running, : int(lengths[-1])].isfinite().all())
     chosen.fill_(int(rates.argmax()) if is_known else len(lengths) - 1)
 

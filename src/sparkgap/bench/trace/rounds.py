@@ -10,7 +10,7 @@ from sparkgap.engine.tracing import CONTEXT, DRAFT, ROUND, TARGET, VERIFY, HostC
 SETTLE = "settle"
 """Stage that verifies draft tokens: the target's tokens are drawn, and drafts accepted."""
 
-STAGES = ("begin", DRAFT, "look up", "choose", "lay out", TARGET, SETTLE, CONTEXT, "remember", "hand off")
+STAGES = ("begin", "look up", DRAFT, "fill", "choose", "lay out", TARGET, SETTLE, CONTEXT, "remember", "hand off")
 """Stages of a round in their order. Rounds that the host carries have draft, target, settle and context."""
 
 _STAGE_OF_CALL = {DRAFT: DRAFT, TARGET: TARGET, VERIFY: SETTLE, CONTEXT: CONTEXT}

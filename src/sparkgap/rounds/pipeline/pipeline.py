@@ -171,7 +171,6 @@ class Pipeline:
         replays = self._counters.replays
         replays["target"] += 1
         if self._drafts:
-            replays["draft"] += widths[-1] > 1
             replays["context"] += 1
 
     def consume(self) -> list[SequenceResult]:
@@ -185,7 +184,9 @@ class Pipeline:
             raise RoundFailedError(f"a round has not ended after {DEADLINE_S:.0f} s")
         if oldest.launch.error:
             raise RoundFailedError(oldest.launch.error)
-        results = self.slots[oldest.slot].read_results(len(oldest.sequences), oldest.widths)
+        slot = self.slots[oldest.slot]
+        results = slot.read_results(len(oldest.sequences), oldest.widths)
+        self._counters.replays["draft"] += oldest.widths[-1] > 1 and slot.has_drafted
         self._rounds.popleft()
         for sequence in oldest.sequences:
             self._in_flight[sequence.sequence_id] -= 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparkgap import _native
 from sparkgap.device.cpu import CpuGraph
-from sparkgap.device.stream import CpuProgram
+from sparkgap.device.stream import Condition, CpuProgram
 from sparkgap.errors import MissingBindingError
 from sparkgap.graphs.captured import named_inputs
 from sparkgap.graphs.counters import GraphCounters
@@ -24,6 +24,12 @@ from sparkgap.rounds.pipeline.slot import RoundState, Slot
 class _TargetResults(NamedTuple):
     logits: Tensor
     captured: Tensor | None
+
+
+class _Part(NamedTuple):
+    name: str
+    graph: CpuGraph
+    condition: Condition | None = None
 
 
 class SlotPrograms:
@@ -122,30 +128,38 @@ class SlotPrograms:
     def _capture(self, bucket: int) -> CpuProgram:
         model, widths = self._passes.drafting, self.widths(bucket)
         chooses = len(widths) > 1
-        parts = [self._record("begin", lambda: self._begin(bucket))]
+        parts = [_Part(*self._record("begin", lambda: self._begin(bucket)))]
         proposal: Proposal | None = None
         if model is not None and widths[-1] > 1:
-            graph, proposal = self._capture_draft(bucket, model)
-            self._draft_passes[bucket] = graph
-            parts.append(("draft", graph))
-            if self._lookup_lengths is not None:
-                parts.append(self._record("look up", functools.partial(self._look_up, bucket, proposal)))
-                proposal = proposal._replace(token_ids=self._slot.drafts[:bucket])
+            proposing, proposal = self._capture_proposal(bucket, model)
+            parts += proposing
             if chooses:
-                parts.append(self._record("choose", functools.partial(self._choose, bucket, proposal)))
-        choices: list[int | None] = [None] * len(parts)
+                parts.append(_Part(*self._record("choose", functools.partial(self._choose, bucket, proposal))))
         for choice, width in enumerate(widths):
+            condition = Condition(self._slot.choice, choice) if chooses else None
             verification = self._capture_verification(bucket, width, proposal)
-            parts += verification
-            choices += [choice if chooses else None] * len(verification)
-        parts.append(self._record("hand off", lambda: self._hand_off(bucket)))
-        choices.append(None)
+            parts += [_Part(name, graph, condition) for name, graph in verification]
+        parts.append(_Part(*self._record("hand off", lambda: self._hand_off(bucket))))
         return CpuProgram(
-            parts,
+            [(part.name, part.graph) for part in parts],
             "target" if proposal is None else "draft",
-            self._slot.choice if chooses else None,
-            choices if chooses else (),
+            [part.condition for part in parts],
         )
+
+    def _capture_proposal(self, bucket: int, model: DraftModel) -> tuple[list[_Part], Proposal]:
+        """From where the round begins to its draft tokens, and these. What is looked up for all is not drafted."""
+        graph, proposal = self._capture_draft(bucket, model)
+        self._draft_passes[bucket] = graph
+        if self._lookup_lengths is None:
+            return [_Part("draft", graph)], proposal
+        drafts, wanted = self._slot.drafts[:bucket], Condition(self._slot.wants_draft, 1)
+        fill = functools.partial(self._kernels.fill_drafts, proposal.token_ids, self._slot.runs[:bucket], drafts)
+        parts = [
+            _Part(*self._record("look up", lambda: self._look_up(bucket))),
+            _Part("draft", graph, wanted),
+            _Part(*self._record("fill", fill), wanted),
+        ]
+        return parts, proposal._replace(token_ids=drafts)
 
     def _capture_verification(self, bucket: int, width: int, proposal: Proposal | None) -> list[tuple[str, CpuGraph]]:
         """A round from its rows to its results, for `width` rows of each sequence: so many draft tokens less one."""
@@ -197,17 +211,17 @@ class SlotPrograms:
         proposal = self._draft.capture(inputs, lambda: Passes.propose(self._passes, **inputs, max_length=0))
         return self._draft.graph(inputs), proposal
 
-    def _look_up(self, bucket: int, proposal: Proposal) -> None:
+    def _look_up(self, bucket: int) -> None:
         slot = self._slot
         assert self._lookup_lengths is not None
         self._kernels.look_up(
             self._state.texts,
             slot.text_rows[:bucket],
             slot.positions[:bucket],
-            proposal.token_ids,
             self._lookup_lengths,
             slot.drafts[:bucket],
             slot.runs[:bucket],
+            slot.wants_draft,
         )
 
     def _choose(self, bucket: int, proposal: Proposal) -> None:
@@ -216,14 +230,19 @@ class SlotPrograms:
         assert proposal.confidences is not None
         self._kernels.choose_length(
             proposal.confidences,
-            None if self._lookup_lengths is None else slot.runs[:bucket],
+            self._runs(bucket),
             slot.num_blocks[:bucket],
             slot.positions[:bucket],
             costs.lengths,
             costs.of(bucket),
             costs.growth,
+            costs.draft_of(bucket),
+            None if self._lookup_lengths is None else slot.wants_draft,
             slot.choice,
         )
+
+    def _runs(self, bucket: int) -> Tensor | None:
+        return None if self._lookup_lengths is None else self._slot.runs[:bucket]
 
     def _remember(self, bucket: int, width: int) -> None:
         slot = self._slot
@@ -282,6 +301,7 @@ class SlotPrograms:
             scores,
             None if proposal is None else proposal.token_ids,
             None if proposal is None else proposal.scores,
+            None if proposal is None else self._runs(bucket),
             slot.positions[:bucket],
             slot.row_positions[:end],
             slot.slots[:end],

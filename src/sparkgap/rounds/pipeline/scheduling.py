@@ -26,7 +26,7 @@ def scheduled_widths(num_speculative_tokens: int) -> tuple[int, ...]:
 class RoundCosts:
     """Times of rounds by the rows that they verify, on this machine: measured at startup, read by the device.
 
-    They are those of the draft and of the pass that verifies, which are nearly all of a round.
+    They are those of the draft, where a round has one, and of the pass that verifies, which are nearly all of a round.
 
     Args:
         widths: rows of each sequence that a round may verify, rising.
@@ -45,11 +45,12 @@ class RoundCosts:
         self.lengths = torch.tensor([width - 1 for width in widths])
         self.growth = torch.zeros(len(self.widths), dtype=torch.float64)
         self._by_bucket = {bucket: torch.ones(len(self.widths), dtype=torch.float64) for bucket in buckets}
+        self._draft_by_bucket = {bucket: torch.zeros(1, dtype=torch.float64) for bucket in self._by_bucket}
         self.measure_ms = 0.0
         self._pass_ms: dict[int, float] = {}
 
     def of(self, bucket: int) -> Tensor:
-        """float64 `[choices]`: milliseconds of a round's passes at position 0, for each of `widths`.
+        """float64 `[choices]`: milliseconds of the pass that verifies at position 0, for each of `widths`.
 
         Args:
             bucket: number of sequences.
@@ -59,9 +60,13 @@ class RoundCosts:
         """
         return self._by_bucket[bucket]
 
+    def draft_of(self, bucket: int) -> Tensor:
+        """float64 `[1]`: milliseconds of the draft of `bucket` sequences, at each call the same tensor, as of `of`."""
+        return self._draft_by_bucket[bucket]
+
     def as_dict(self) -> dict[int, list[float]]:
-        """Milliseconds at position 0 by number of sequences, in the order of `widths`."""
-        return {bucket: costs.tolist() for bucket, costs in sorted(self._by_bucket.items())}
+        """Milliseconds of draft and verification at position 0 by number of sequences, in the order of `widths`."""
+        return {bucket: (self.draft_of(bucket) + self.of(bucket)).tolist() for bucket in sorted(self._by_bucket)}
 
     def measure(self, bucket: int, draft: CpuGraph, targets: Seq[CpuGraph]) -> None:
         """Time a draft and the passes that verify.
@@ -86,7 +91,8 @@ class RoundCosts:
         known_rows = sorted(self._pass_ms)
         # Fewer rows never take longer: a pass that seems to was disturbed.
         known_ms = np.minimum.accumulate([self._pass_ms[number] for number in reversed(known_rows)])[::-1]
-        self.of(bucket).copy_(torch.from_numpy(draft_ms + np.interp(rows, known_rows, known_ms)))
+        self.of(bucket).copy_(torch.from_numpy(np.interp(rows, known_rows, known_ms)))
+        self.draft_of(bucket).fill_(draft_ms)
         self.measure_ms += (time.perf_counter() - started_s) * 1000
 
     def measure_growth(self, targets: Seq[CpuGraph], move_to: Callable[[int], None], max_model_len: int) -> None:

@@ -117,6 +117,7 @@ class Slot:
         block_tables: int32 `[max_sequences, max_blocks]`.
         text_rows: int32 `[max_sequences]`, row of each sequence's text; -1 where it only pads, or nothing is looked up.
         runs: int32 `[max_sequences]`, last tokens that stood before where drafts were looked up, else 0.
+        wants_draft: int64 `[1]`, 0 where the drafts of all sequences were looked up, so that the round had no draft.
         choice: int64 `[1]`, index of the round's width where the device chooses it.
         num_blocks: int32 `[max_sequences]`, entries of each table that hold; 0 where a row only pads.
         anchors, positions: int64 `[max_sequences]`, where the round begins.
@@ -154,6 +155,7 @@ class Slot:
         self.results = torch.zeros(sequences * (shape.width + 2), dtype=torch.int64)
         self.runs = torch.zeros(sequences, dtype=torch.int32)
         self.choice = torch.zeros(1, dtype=torch.int64)
+        self.wants_draft = torch.ones(1, dtype=torch.int64)
         self._row_starts = {
             width: torch.arange(0, sequences * width + 1, width, dtype=torch.int32)
             for width in range(1, shape.width + 1)
@@ -168,12 +170,18 @@ class Slot:
         self._text_rows: np.ndarray = self.text_rows.numpy()
         self._results = self.results.numpy().data
         self._choice = self.choice.numpy().data
+        self._wants_draft = self.wants_draft.numpy().data
 
     @property
     def nbytes(self) -> int:
         """Memory of all tensors."""
         tensors = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
         return tensors + self.sampling.nbytes
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether the last round, if it was one that drafts, needed the drafter."""
+        return bool(self._wants_draft[0])
 
     def results_of(self, sequences: int, width: int) -> Tensor:
         """Where a round of so many sequences, of `width` rows each, leaves its results; see `Kernels.settle_round`.
