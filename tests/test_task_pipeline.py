@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from itertools import islice
 from dataclasses import replace
 
 import psutil
@@ -416,20 +417,22 @@ def test_what_is_looked_up_needs_no_drafter(tmp_path_factory, scheduled):
     expected = tokens(make(paths, "off", 0, graphs="off").generate(PROMPTS, params))
     looping = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
     given = [[], []]
-    while min(map(len, given)) < 40:
+
+    def take(number):
         for row, stream in zip(given, looping, strict=True):
-            row += next(stream).outputs[0].token_ids
+            for output in islice(stream, number):
+                row.extend(output.outputs[0].token_ids)
+
+    while min(map(len, given)) < 40:
+        take(1)
     drafts = llm.graph_counts()["replays"]["draft"]
     with broken(llm, llm._loaded.speculation.drafter.weights.heads.w1):
-        for row, stream in zip(given, looping, strict=True):
-            for _ in range(3):
-                row += next(stream).outputs[0].token_ids
+        take(3)
         assert llm.graph_counts()["replays"]["draft"] == drafts
-        with pytest.raises(EngineError, match="drafter .* gave logits that are not finite"):
+        with pytest.raises(EngineError, match=r"drafter .* gave logits that are not finite"):
             list(llm.stream(PROMPTS[2], params))
         assert llm.graph_counts()["replays"]["draft"] > drafts
-        for row, stream in zip(given, looping, strict=True):
-            row += (token for output in stream for token in output.outputs[0].token_ids)
+        take(None)
     assert [tuple(row) for row in given] == [tuple(row) for row in expected[:2]]
     assert tokens(llm.generate(PROMPTS, params)) == expected
     assert_idle(llm)
