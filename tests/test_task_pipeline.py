@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from itertools import islice
 from dataclasses import replace
+from itertools import islice
 
 import psutil
 import pytest
