@@ -157,7 +157,7 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
       sparkgap::settle_round,
       {as_int64(picks, "picks", rows), static_cast<const float*>(scores.data),
        drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, width),
-       drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width),
+       runs && !draft_scores ? Drafted<float>{} : drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width),
        runs ? int32_vector(*runs, "runs", n) : nullptr, as_int64(positions, "positions", n), as_int64(row_positions, "row_positions", rows), as_int64(slots, "slots", rows), context_length, n, width,
        context_positions ? int64_out(*context_positions, "context_positions", rows) : nullptr,
        context_slots ? int64_out(*context_slots, "context_slots", rows) : nullptr,

@@ -70,10 +70,10 @@ void settle_round(const SettleRound& args, Worker worker) {
   for (int64_t i = 0; i < args.sequences; i++) {
     const int64_t* picks = args.picks + i * width;
     const float* scores = args.scores + i * width;
+    const bool is_looked_up = args.runs && args.runs[i] > 0, is_drafted = !is_looked_up && args.draft_scores.data;
     int64_t accepted = 0;
-    while (accepted < width - 1 && picks[accepted] == args.drafts.at(i, accepted)) accepted++;
+    while ((is_looked_up || is_drafted) && accepted < width - 1 && picks[accepted] == args.drafts.at(i, accepted)) accepted++;
     RoundStatus status = RoundStatus::kGood;
-    const bool is_drafted = !args.runs || args.runs[i] == 0;
     for (int64_t step = 0; is_drafted && step < width - 1; step++)
       if (!std::isfinite(args.draft_scores.at(i, step))) status = RoundStatus::kDrafterNotFinite;
     // Only rows that were reached count: what follows a rejected draft token was never asked for.

@@ -63,7 +63,9 @@ struct SettleRound {
   const float* scores;   // the logit of each pick
   Drafted<int64_t> drafts;
   Drafted<float> draft_scores;
-  const int32_t* runs;           // [sequences], 0 where draft tokens are the drafter's: others have no scores; may be null
+  // [sequences], 0 where draft tokens are the drafter's: others have no scores. Null: all are. Where there are no scores at
+  // all, sequences with 0 have no draft tokens.
+  const int32_t* runs;
   const int64_t* positions;      // [sequences], of the anchors
   const int64_t* row_positions;  // [sequences * width]
   const int64_t* slots;

@@ -271,7 +271,6 @@ def test_it_is_off_where_it_is_not_asked_for_and_the_model_is_small(paths):
     [
         ({"prefix_scheduling": 1}, "prefix_scheduling must be True, False or None"),
         ({"prefix_scheduling": True, "adaptive_length": True}, "use one of them"),
-        ({"prefix_scheduling": True, "method": "ngram"}, "method ngram has none"),
     ],
 )
 def test_settings_that_are_refused(change, match):

@@ -171,11 +171,14 @@ def test_bad_lists_show_before_anything_runs(command, monkeypatch, arguments, pa
     assert part in err
 
 
-def test_method_ngram_in_the_modes_that_can(command):
+def test_method_ngram_in_all_modes(command):
     ngram = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
-    status, _, err = command("--mode", "all", *ngram, draft=())
+    status, out, _ = command("--mode", "all", "--num-speculative-tokens", "2,5", *ngram, "--json", draft=())
+    assert status == 0
+    assert len(json.loads(out)["batches"]) == 20
+
+
+def test_lengths_that_adapt_in_the_modes_that_can(command):
+    status, _, err = command("--mode", "all", "--speculative-config", '{"adaptive_length": true}')
     assert status == 2
     assert "use --mode eager,graphs,compact,masked" in err
-    status, out, _ = command("--mode", "eager,masked", "--num-speculative-tokens", "2,5", *ngram, "--json", draft=())
-    assert status == 0
-    assert len(json.loads(out)["batches"]) == 8

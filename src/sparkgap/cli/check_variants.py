@@ -95,7 +95,7 @@ def _check_possible(variants: Sequence[Variant]) -> None:
     """What would end a sweep halfway shows before it begins."""
     wanted = variants[0].config.speculative_config
     chained = any(variant.mode == "pipeline" for variant in variants)
-    if chained and wanted is not None and (wanted.lookup_tokens or wanted.adaptive_length):
+    if chained and wanted is not None and wanted.adaptive_length:
         other = ",".join(mode for mode in EXECUTION_MODES if mode != "pipeline")
-        raise ConfigError(f"mode pipeline cannot run method ngram or adaptive_length; use --mode {other}")
+        raise ConfigError(f"mode pipeline cannot run adaptive_length; use --mode {other}")
     loading.num_draft_tokens(max(variants, key=lambda variant: variant.num_speculative_tokens or 0).config)

@@ -38,7 +38,8 @@ class SpeculativeConfig:
         prefix_scheduling: let the device verify only as many draft tokens in a round as pay, by the confidences that
             the drafter gives them and by what passes were measured to take at startup. None does where rounds are in
             the task pipeline, the drafter has a confidence head and the CPU reads its weights from memory. One draft
-            token a round leaves no choice. Changes no token; not with `adaptive_length`.
+            token a round leaves no choice. What is looked up is judged by how many last tokens stood there before, also
+            with method `ngram`. Changes no token; not with `adaptive_length`.
         disable_by_batch_size: most sequences that are decoded together with drafts; rounds of more are plain, because
             drafting and verifying many rows takes longer than it saves. None draws the line where it was measured on
             CPUs (2 sequences with 5 draft tokens, 3 with prefix scheduling), and none elsewhere. Changes no token; not
@@ -129,10 +130,6 @@ class SpeculativeConfig:
         check(
             not (wanted and self.adaptive_length),
             "prefix_scheduling and adaptive_length both say how many draft tokens are verified; use one of them",
-        )
-        check(
-            not (wanted and not self.needs_drafter),
-            "prefix_scheduling needs a drafter that gives confidences; method ngram has none",
         )
 
     def _check_batch_size(self) -> None:

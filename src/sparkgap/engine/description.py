@@ -77,7 +77,7 @@ def _pipeline(loaded: LoadedEngine) -> dict[str, Any]:
 def _prefix_scheduling(loaded: LoadedEngine) -> dict[str, Any] | None:
     """What the device chooses the number of verified draft tokens by; None where a round verifies all."""
     costs = None if loaded.pipeline is None else loaded.pipeline.pipeline.costs
-    if costs is None:
+    if costs is None or not costs.measure_ms:
         return None
     return {
         "verified_tokens": costs.lengths.tolist(),
@@ -93,7 +93,12 @@ def _speculation(loaded: LoadedEngine, config: EngineConfig) -> dict[str, Any] |
         if not number or config.speculative_config is None:
             return None
         lengths = config.speculative_config.lookup_lengths
-        return {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup": lengths}
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": number,
+            "prompt_lookup": lengths,
+            "prefix_scheduling": _prefix_scheduling(loaded),
+        }
     drafter, scheduling = chosen.drafter.config, _prefix_scheduling(loaded)
     settings = drafter.settings
     return {

@@ -22,6 +22,7 @@ from sparkgap.engine.speculation import (
     drafting_sequences,
     find_drafter,
     find_shipped_drafter,
+    schedules_lookups,
     schedules_prefixes,
 )
 from sparkgap.errors import ConfigError
@@ -148,7 +149,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     sampler = Sampler(checkpoint.name, eos_token_ids, draw)
     captures = use_graphs and isinstance(kernels, NativeKernels)
     facts = _engine_facts(config, captures, chosen)
-    schedules = chosen is not None and schedules_prefixes(chosen, target, refusals(facts))
+    schedules = _schedules(config, chosen, target, refusals(facts))
     speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if captures and isinstance(kernels, NativeKernels):
@@ -356,6 +357,16 @@ def _engine_facts(config: EngineConfig, captured: bool, chosen: ChosenDrafter | 
     )
 
 
+def _schedules(
+    config: EngineConfig, chosen: ChosenDrafter | None, target: Decoder, pipeline_refusals: Seq[str]
+) -> bool:
+    """Whether the device chooses how many draft tokens a round verifies."""
+    if chosen is not None:
+        return schedules_prefixes(chosen, target, pipeline_refusals)
+    wanted = config.speculative_config
+    return bool(config.lookup_tokens) and wanted is not None and schedules_lookups(wanted, target, pipeline_refusals)
+
+
 def _chain(
     config: EngineConfig,
     runner: PlainRunner,
@@ -380,7 +391,9 @@ def _chain(
         )
     if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
         return None
-    lookup = runner.speculation.lookup if isinstance(runner, SpeculativeRunner) else None
+    lookup = runner.lookup if isinstance(runner, LookupRunner) else None
+    if isinstance(runner, SpeculativeRunner):
+        lookup = runner.speculation.lookup
     pipeline = Pipeline(
         passes,
         kernels,
@@ -388,6 +401,7 @@ def _chain(
         max_model_len=max_model_len,
         counters=passes.counters,
         lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
+        lookup_tokens=config.lookup_tokens,
         max_drafting=max_drafting,
         prefix_scheduling=prefix_scheduling,
     )

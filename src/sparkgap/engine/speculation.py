@@ -150,9 +150,7 @@ def schedules_prefixes(chosen: ChosenDrafter, target: Decoder, pipeline_refusals
     """
     wanted, drafter = chosen.config.prefix_scheduling, chosen.drafter.config
     if wanted and pipeline_refusals:
-        raise ConfigError(
-            f"prefix_scheduling needs the task pipeline, and {'; '.join(pipeline_refusals)}; leave one of them out"
-        )
+        raise _needs_pipeline(pipeline_refusals)
     if wanted and not drafter.settings.confidence_head:
         raise ConfigError(
             f"prefix_scheduling goes by confidences, and drafter {drafter.name} has no confidence head; leave it out"
@@ -160,6 +158,21 @@ def schedules_prefixes(chosen: ChosenDrafter, target: Decoder, pipeline_refusals
     if pipeline_refusals or chosen.num_speculative_tokens == 1:
         return False
     return drafter.settings.confidence_head and _reads_weights(target) if wanted is None else wanted
+
+
+def schedules_lookups(config: SpeculativeConfig, target: Decoder, pipeline_refusals: Sequence[str]) -> bool:
+    """The same without a drafter, where draft tokens are only looked up.
+
+    Args and errors as `schedules_prefixes`.
+    """
+    wanted = config.prefix_scheduling
+    if wanted and pipeline_refusals:
+        raise _needs_pipeline(pipeline_refusals)
+    return not pipeline_refusals and (_reads_weights(target) if wanted is None else wanted)
+
+
+def _needs_pipeline(refusals: Sequence[str]) -> ConfigError:
+    return ConfigError(f"prefix_scheduling needs the task pipeline, and {'; '.join(refusals)}; leave one of them out")
 
 
 def _reads_weights(target: Decoder) -> bool:

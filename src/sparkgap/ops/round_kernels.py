@@ -95,7 +95,8 @@ class RoundKernels:
         Args:
             picks: int64 `[sequences * W]`, the target's token of each row.
             scores: float32 `[sequences * W]`, not finite where the target's logits give no token.
-            draft_ids, draft_scores: int64 and float32 `[sequences, W - 1]`, any strides; None for W = 1.
+            draft_ids, draft_scores: int64 and float32 `[sequences, W - 1]`, any strides; None for W = 1. Without
+                scores, but with `runs`, only what was looked up are draft tokens.
             runs: int32 `[sequences]`, see `look_up`: draft tokens that were looked up have no scores. None where
                 nothing is looked up.
             positions: int64 `[sequences]`, of the anchors.

@@ -85,14 +85,15 @@ def settle_round(
     sequences = positions.shape[0]
     rows = picks.view(sequences, -1)
     width = rows.shape[1]
-    if draft_ids is None or draft_scores is None:
-        accepted = torch.zeros_like(positions)
-        drafter_finite = torch.ones_like(positions, dtype=torch.bool)
-    else:
+    looked_up = torch.zeros_like(positions, dtype=torch.bool) if runs is None else runs > 0
+    accepted = torch.zeros_like(positions)
+    if draft_ids is not None:
         accepted = (rows[:, :-1] == draft_ids).long().cumprod(1).sum(1)
-        drafter_finite = draft_scores.isfinite().all(1)
-        if runs is not None:
-            drafter_finite |= runs > 0
+    drafter_finite = torch.ones_like(looked_up)
+    if draft_scores is None:
+        accepted = accepted.where(looked_up, 0)
+    else:
+        drafter_finite = draft_scores.isfinite().all(1) | looked_up
     reached = torch.arange(width, device=picks.device) <= accepted[:, None]
     target_finite = (scores.view(sequences, -1).isfinite() | ~reached).all(1)
     status = torch.where(drafter_finite, int(RoundStatus.GOOD), int(RoundStatus.DRAFTER_NOT_FINITE))

@@ -12,7 +12,6 @@ class Refusal(StrEnum):
 
     SWITCHED_OFF = "task_pipeline is off"
     NO_CAPTURED_GRAPHS = "passes are not captured as graphs"
-    LOOKUP = "draft tokens are only looked up, and most rounds have none"
     ADAPTIVE_LENGTH = "the number of draft tokens adapts to what pays"
     NOT_SPECULATED = "speculation is switched off for the request"
     SAMPLED_DRAFTS = "draft tokens are sampled"
@@ -33,7 +32,7 @@ class EngineFacts:
         captured: whether passes are captured as graphs.
         speculates: whether there is a drafter.
         samples_drafts: whether it samples draft tokens of sampled requests.
-        looks_up: whether drafts are only looked up in a sequence's own past: a round without any is then a plain one.
+        looks_up: whether drafts are only looked up in a sequence's own past.
         adapts_length: whether the host chooses how many draft tokens a round verifies.
         max_context_length: longest context that the drafter can follow; None without one.
     """
@@ -57,8 +56,6 @@ def refusals(facts: EngineFacts, sequence: Sequence | None = None) -> tuple[Refu
         found.append(Refusal.SWITCHED_OFF)
     if not facts.captured:
         found.append(Refusal.NO_CAPTURED_GRAPHS)
-    if facts.looks_up:
-        found.append(Refusal.LOOKUP)
     if facts.adapts_length:
         found.append(Refusal.ADAPTIVE_LENGTH)
     if sequence is not None:
@@ -68,7 +65,7 @@ def refusals(facts: EngineFacts, sequence: Sequence | None = None) -> tuple[Refu
 
 def _refusals_of(facts: EngineFacts, sequence: Sequence) -> list[Refusal]:
     params, found = sequence.params, []
-    if facts.speculates and not params.speculation:
+    if (facts.speculates or facts.looks_up) and not params.speculation:
         found.append(Refusal.NOT_SPECULATED)
     if facts.samples_drafts and not params.greedy:
         found.append(Refusal.SAMPLED_DRAFTS)

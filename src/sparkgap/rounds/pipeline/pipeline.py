@@ -66,8 +66,9 @@ class Pipeline:
         max_model_len: most positions of a sequence.
         counters: told of captures and replays.
         lookup_lengths: fewest and most last tokens whose earlier place in the text gives drafts; None looks nothing up.
+        lookup_tokens: without a drafter, draft tokens of a round that finds some.
         max_drafting: most sequences of a round that drafts; None lets all draft.
-        prefix_scheduling: whether the device chooses how many draft tokens a round verifies, by their confidences.
+        prefix_scheduling: whether the device chooses how many draft tokens a round verifies, by what to expect of them.
 
     Attributes:
         buckets: numbers of sequences that there are programs for, smallest first.
@@ -77,7 +78,8 @@ class Pipeline:
         stream: where they run.
         nbytes: memory of Slots and programs.
         capture_ms: time that capturing the programs took.
-        costs: what the choice of draft tokens goes by; None without one.
+        costs: what the choice of draft tokens goes by; None without one. Of what is only looked up, all is verified
+            where they are not measured.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Pipeline:
         max_model_len: int,
         counters: GraphCounters,
         lookup_lengths: tuple[int, int] | None = None,
+        lookup_tokens: int = 0,
         max_drafting: int | None = None,
         prefix_scheduling: bool = False,
     ) -> None:
@@ -96,7 +99,7 @@ class Pipeline:
         if max_drafting is not None and max_drafting < self.buckets[-1]:
             # Padded to the next bucket, the largest round that is to draft would not.
             self.buckets = tuple(sorted({*self.buckets, max_drafting}))
-        width = 1 if passes.drafting is None else passes.drafting.num_speculative_tokens + 1
+        width = 1 + (lookup_tokens if passes.drafting is None else passes.drafting.num_speculative_tokens)
         shape = RoundShape(self.buckets[-1], width, passes.caches[0].block_size, max_model_len)
         self.texts = TextRows(0 if lookup_lengths is None else (NUM_SLOTS + 1) * shape.max_sequences)
         self.state = RoundState(shape, self.texts.count)
@@ -105,7 +108,10 @@ class Pipeline:
         self._counters = counters
         self._drafts = passes.drafting is not None
         drafting = [bucket for bucket in self.buckets if max_drafting is None or bucket <= max_drafting]
-        self.costs = RoundCosts(scheduled_widths(width - 1), drafting) if prefix_scheduling else None
+        widths = scheduled_widths(width - 1) if prefix_scheduling else (width,)
+        if width > 1 and not self._drafts:
+            widths = (1, *widths)  # nothing may be found
+        self.costs = RoundCosts(widths, drafting) if len(widths) > 1 else None
         self._programs = tuple(
             SlotPrograms(slot, self.state, passes, kernels, counters, lookup_lengths, max_drafting, self.costs)
             for slot in self.slots
@@ -115,7 +121,7 @@ class Pipeline:
             for programs in self._programs:
                 programs.capture(self.buckets)
         self.capture_ms = (time.perf_counter() - started_s) * 1000
-        if self.costs is not None:
+        if self.costs is not None and prefix_scheduling:
             self._programs[0].measure(self.costs)
         self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
         self._rounds: deque[RoundInFlight] = deque()
@@ -185,8 +191,8 @@ class Pipeline:
         if oldest.launch.error:
             raise RoundFailedError(oldest.launch.error)
         slot = self.slots[oldest.slot]
-        results = slot.read_results(len(oldest.sequences), oldest.widths)
-        self._counters.replays["draft"] += oldest.widths[-1] > 1 and slot.has_drafted
+        results = slot.read_results(len(oldest.sequences), oldest.widths, self._drafts)
+        self._counters.replays["draft"] += self._drafts and oldest.widths[-1] > 1 and slot.has_drafted
         self._rounds.popleft()
         for sequence in oldest.sequences:
             self._in_flight[sequence.sequence_id] -= 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparkgap import _native
@@ -26,6 +27,18 @@ class _TargetResults(NamedTuple):
     captured: Tensor | None
 
 
+class _Drafts(NamedTuple):
+    """Draft tokens `[sequences, N]`; scores and confidences are the drafter's."""
+
+    token_ids: Tensor
+    scores: Tensor | None
+    confidences: Tensor | None
+
+    def first(self, count: int) -> "_Drafts":
+        scores = None if self.scores is None else self.scores[:, :count]
+        return _Drafts(self.token_ids[:, :count], scores, self.confidences)
+
+
 class _Part(NamedTuple):
     name: str
     graph: CpuGraph
@@ -44,7 +57,8 @@ class SlotPrograms:
         passes: target, caches and drafter.
         kernels: that compute them.
         counters: told of the captures.
-        lookup_lengths: fewest and most last tokens that are looked up; None looks nothing up.
+        lookup_lengths: fewest and most last tokens that are looked up; None looks nothing up. Without a drafter, what
+            is found are all draft tokens.
         max_drafting: most sequences of a round that drafts; the others are plain, and keep the drafter's context.
         costs: by which the device chooses how many draft tokens a round verifies; None verifies all.
     """
@@ -73,6 +87,8 @@ class SlotPrograms:
         self._draft: GraphFamily[Proposal] = GraphFamily("draft", executor, counters)
         self._context: GraphFamily[None] = GraphFamily("context", executor, counters)
         self._arena = _native.Arena()
+        # Where there is no drafter: a sequence for which nothing is found has nothing to expect.
+        self._no_confidences = torch.zeros(slot.drafts.shape)
         self._between: list[CpuGraph] = []
         self._programs: dict[int, CpuProgram] = {}
         self._draft_passes: dict[int, CpuGraph] = {}
@@ -119,8 +135,9 @@ class SlotPrograms:
         def move_to(position: int) -> None:
             slot.row_positions.fill_(min(position, slot.shape.max_model_len - 1))
 
-        for bucket, draft in sorted(self._draft_passes.items()):
-            costs.measure(bucket, draft, [self._target_passes[bucket, width] for width in costs.widths])
+        for bucket in costs.timed_buckets:
+            targets = [self._target_passes[bucket, width] for width in costs.widths]
+            costs.measure(bucket, self._draft_passes.get(bucket), targets)
         alone = [self._target_passes[1, width] for width in costs.widths]
         costs.measure_growth(alone, move_to, slot.shape.max_model_len)
         slot.row_positions.zero_()
@@ -129,50 +146,48 @@ class SlotPrograms:
         model, widths = self._passes.drafting, self.widths(bucket)
         chooses = len(widths) > 1
         parts = [_Part(*self._record("begin", lambda: self._begin(bucket)))]
-        proposal: Proposal | None = None
-        if model is not None and widths[-1] > 1:
-            proposing, proposal = self._capture_proposal(bucket, model)
-            parts += proposing
+        drafts: _Drafts | None = None
+        if widths[-1] > 1:
+            finding, drafts = self._capture_drafts(bucket, model)
+            parts += finding
             if chooses:
-                parts.append(_Part(*self._record("choose", functools.partial(self._choose, bucket, proposal))))
+                parts.append(_Part(*self._record("choose", functools.partial(self._choose, bucket, drafts))))
         for choice, width in enumerate(widths):
             condition = Condition(self._slot.choice, choice) if chooses else None
-            verification = self._capture_verification(bucket, width, proposal)
+            verification = self._capture_verification(bucket, width, drafts)
             parts += [_Part(name, graph, condition) for name, graph in verification]
         parts.append(_Part(*self._record("hand off", lambda: self._hand_off(bucket))))
         return CpuProgram(
             [(part.name, part.graph) for part in parts],
-            "target" if proposal is None else "draft",
+            "target" if drafts is None or model is None else "draft",
             [part.condition for part in parts],
         )
 
-    def _capture_proposal(self, bucket: int, model: DraftModel) -> tuple[list[_Part], Proposal]:
+    def _capture_drafts(self, bucket: int, model: DraftModel | None) -> tuple[list[_Part], _Drafts]:
         """From where the round begins to its draft tokens, and these. What is looked up for all is not drafted."""
+        parts, found = [], self._slot.drafts[:bucket]
+        if self._lookup_lengths is not None:
+            parts.append(_Part(*self._record("look up", lambda: self._look_up(bucket))))
+        if model is None:
+            return parts, _Drafts(found, None, self._no_confidences[:bucket])
         graph, proposal = self._capture_draft(bucket, model)
         self._draft_passes[bucket] = graph
         if self._lookup_lengths is None:
-            return [_Part("draft", graph)], proposal
-        drafts, wanted = self._slot.drafts[:bucket], Condition(self._slot.wants_draft, 1)
-        fill = functools.partial(self._kernels.fill_drafts, proposal.token_ids, self._slot.runs[:bucket], drafts)
-        parts = [
-            _Part(*self._record("look up", lambda: self._look_up(bucket))),
-            _Part("draft", graph, wanted),
-            _Part(*self._record("fill", fill), wanted),
-        ]
-        return parts, proposal._replace(token_ids=drafts)
+            return [_Part("draft", graph)], _Drafts(proposal.token_ids, proposal.scores, proposal.confidences)
+        fill = functools.partial(self._kernels.fill_drafts, proposal.token_ids, self._slot.runs[:bucket], found)
+        wanted = Condition(self._slot.wants_draft, 1)
+        parts += [_Part("draft", graph, wanted), _Part(*self._record("fill", fill), wanted)]
+        return parts, _Drafts(found, proposal.scores, proposal.confidences)
 
-    def _capture_verification(self, bucket: int, width: int, proposal: Proposal | None) -> list[tuple[str, CpuGraph]]:
+    def _capture_verification(self, bucket: int, width: int, drafts: _Drafts | None) -> list[tuple[str, CpuGraph]]:
         """A round from its rows to its results, for `width` rows of each sequence: so many draft tokens less one."""
         model = self._passes.drafting
-        if proposal is not None:
-            proposal = proposal._replace(
-                token_ids=proposal.token_ids[:, : width - 1], scores=proposal.scores[:, : width - 1]
-            )
-        parts = [self._record("lay out", lambda: self._lay_out(bucket, width, proposal))]
+        drafts = None if drafts is None else drafts.first(width - 1)
+        parts = [self._record("lay out", lambda: self._lay_out(bucket, width, drafts))]
         graph, results = self._capture_target(bucket, width)
         self._target_passes[bucket, width] = graph
         parts.append(("target", graph))
-        parts.append(self._record("settle", lambda: self._settle(bucket, width, results.logits, proposal)))
+        parts.append(self._record("settle", lambda: self._settle(bucket, width, results.logits, drafts)))
         if model is not None:
             assert results.captured is not None
             parts.append(("context", self._capture_context(bucket, width, results.captured, model)))
@@ -224,12 +239,12 @@ class SlotPrograms:
             slot.wants_draft,
         )
 
-    def _choose(self, bucket: int, proposal: Proposal) -> None:
+    def _choose(self, bucket: int, drafts: _Drafts) -> None:
         slot, costs = self._slot, self._costs
         assert costs is not None
-        assert proposal.confidences is not None
+        assert drafts.confidences is not None
         self._kernels.choose_length(
-            proposal.confidences,
+            drafts.confidences,
             self._runs(bucket),
             slot.num_blocks[:bucket],
             slot.positions[:bucket],
@@ -253,13 +268,13 @@ class SlotPrograms:
             slot.results_of(bucket, width),
         )
 
-    def _lay_out(self, bucket: int, width: int, proposal: Proposal | None) -> None:
+    def _lay_out(self, bucket: int, width: int, drafts: _Drafts | None) -> None:
         slot, shape = self._slot, self._slot.shape
         end = bucket * width
         self._kernels.verify_rows(
             slot.anchors[:bucket],
             slot.positions[:bucket],
-            None if proposal is None else proposal.token_ids,
+            None if drafts is None else drafts.token_ids,
             slot.block_tables[:bucket],
             slot.num_blocks[:bucket],
             shape.block_size,
@@ -280,7 +295,7 @@ class SlotPrograms:
         results = self._target.capture(inputs, compute)
         return self._target.graph(inputs), results
 
-    def _settle(self, bucket: int, width: int, logits: Tensor, proposal: Proposal | None) -> None:
+    def _settle(self, bucket: int, width: int, logits: Tensor, drafts: _Drafts | None) -> None:
         slot, model = self._slot, self._passes.drafting
         end = bucket * width
         picks, scores = slot.picks[:end], slot.scores[:end]
@@ -299,9 +314,9 @@ class SlotPrograms:
         self._kernels.settle_round(
             picks,
             scores,
-            None if proposal is None else proposal.token_ids,
-            None if proposal is None else proposal.scores,
-            None if proposal is None else self._runs(bucket),
+            None if drafts is None else drafts.token_ids,
+            None if drafts is None else drafts.scores,
+            None if drafts is None else self._runs(bucket),
             slot.positions[:bucket],
             slot.row_positions[:end],
             slot.slots[:end],

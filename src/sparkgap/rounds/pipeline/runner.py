@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from sparkgap.ops.rounds import RoundStatus
+from sparkgap.rounds.draft_length import DOES_NOT_PAY
+from sparkgap.rounds.lookup import NOT_FOUND
 from sparkgap.rounds.pipeline.admission import EngineFacts, Refusal, refusals
 from sparkgap.rounds.pipeline.pipeline import NUM_SLOTS, Pipeline
 from sparkgap.rounds.pipeline.slot import SequenceResult
@@ -159,5 +161,13 @@ class PipelinedRunner:
             [SampledToken(token_id, None) for token_id in result.token_ids],
             num_draft_tokens=result.num_draft_tokens,
             num_accepted_tokens=result.num_accepted,
-            not_speculated=TOO_MANY_TO_DRAFT if self.facts.speculates and not result.num_draft_tokens else None,
+            not_speculated=None if result.num_draft_tokens else self._reason_for_none(result),
         )
+
+    def _reason_for_none(self, result: SequenceResult) -> str | None:
+        """Why a round verified no draft tokens; None without speculation."""
+        if result.has_drafts:
+            return DOES_NOT_PAY
+        if self.facts.looks_up:
+            return NOT_FOUND
+        return TOO_MANY_TO_DRAFT if self.facts.speculates else None

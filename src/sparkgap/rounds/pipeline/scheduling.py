@@ -30,7 +30,7 @@ class RoundCosts:
 
     Args:
         widths: rows of each sequence that a round may verify, rising.
-        buckets: numbers of sequences that draft.
+        buckets: numbers of sequences of rounds that may verify draft tokens.
 
     Attributes:
         widths: those.
@@ -48,6 +48,17 @@ class RoundCosts:
         self._draft_by_bucket = {bucket: torch.zeros(1, dtype=torch.float64) for bucket in self._by_bucket}
         self.measure_ms = 0.0
         self._pass_ms: dict[int, float] = {}
+        self._draft_ms: dict[int, float] = {}
+
+    @property
+    def buckets(self) -> list[int]:
+        """The numbers of sequences, rising."""
+        return sorted(self._by_bucket)
+
+    @property
+    def timed_buckets(self) -> list[int]:
+        """Those of which passes are to be timed: powers of two, and the last."""
+        return [bucket for bucket in self.buckets if bucket & (bucket - 1) == 0 or bucket == self.buckets[-1]]
 
     def of(self, bucket: int) -> Tensor:
         """float64 `[choices]`: milliseconds of the pass that verifies at position 0, for each of `widths`.
@@ -66,17 +77,17 @@ class RoundCosts:
 
     def as_dict(self) -> dict[int, list[float]]:
         """Milliseconds of draft and verification at position 0 by number of sequences, in the order of `widths`."""
-        return {bucket: (self.draft_of(bucket) + self.of(bucket)).tolist() for bucket in sorted(self._by_bucket)}
+        return {bucket: (self.draft_of(bucket) + self.of(bucket)).tolist() for bucket in self.buckets}
 
-    def measure(self, bucket: int, draft: CpuGraph, targets: Seq[CpuGraph]) -> None:
-        """Time a draft and the passes that verify.
+    def measure(self, bucket: int, draft: CpuGraph | None, targets: Seq[CpuGraph]) -> None:
+        """Time a draft and the passes that verify. What is known of them says what all other buckets cost.
 
         Of more sequences than the first that are measured, only the narrowest and the widest pass are timed; what lies
         between is interpolated by the number of rows. Passes of as many rows as were timed before are not timed again.
 
         Args:
             bucket: number of sequences.
-            draft: their draft.
+            draft: their draft; None where there is none.
             targets: their target passes, one for each of `widths`. All graphs can run, with all rows at position 0:
                 they write nowhere.
         """
@@ -87,12 +98,15 @@ class RoundCosts:
             wanted = {number: wanted[number] for number in (rows[0], rows[-1])}
         new = {number: graph for number, graph in wanted.items() if number not in self._pass_ms}
         self._pass_ms |= zip(new, _shortest_ms(new.values()), strict=True)
-        (draft_ms,) = _shortest_ms([draft])
+        self._draft_ms[bucket] = 0.0 if draft is None else _shortest_ms([draft])[0]
         known_rows = sorted(self._pass_ms)
         # Fewer rows never take longer: a pass that seems to was disturbed.
         known_ms = np.minimum.accumulate([self._pass_ms[number] for number in reversed(known_rows)])[::-1]
-        self.of(bucket).copy_(torch.from_numpy(np.interp(rows, known_rows, known_ms)))
-        self.draft_of(bucket).fill_(draft_ms)
+        known_buckets = sorted(self._draft_ms)
+        drafts_ms = [self._draft_ms[known] for known in known_buckets]
+        for each in self.buckets:
+            self.of(each).copy_(torch.from_numpy(np.interp(np.multiply(self.widths, each), known_rows, known_ms)))
+            self.draft_of(each).fill_(float(np.interp(each, known_buckets, drafts_ms)))
         self.measure_ms += (time.perf_counter() - started_s) * 1000
 
     def measure_growth(self, targets: Seq[CpuGraph], move_to: Callable[[int], None], max_model_len: int) -> None:

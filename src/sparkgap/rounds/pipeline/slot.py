@@ -69,12 +69,14 @@ class SequenceResult(NamedTuple):
         status: whether the logits were numbers.
         token_ids: the accepted draft tokens and the target's own, in order.
         num_draft_tokens: draft tokens that were verified.
+        has_drafts: whether there were any to verify.
     """
 
     num_accepted: int
     status: RoundStatus
     token_ids: list[int]
     num_draft_tokens: int
+    has_drafts: bool
 
 
 class SamplingTensors:
@@ -169,6 +171,7 @@ class Slot:
         self._num_blocks: np.ndarray = self.num_blocks.numpy()
         self._text_rows: np.ndarray = self.text_rows.numpy()
         self._results = self.results.numpy().data
+        self._runs = self.runs.numpy().data
         self._choice = self.choice.numpy().data
         self._wants_draft = self.wants_draft.numpy().data
 
@@ -238,16 +241,20 @@ class Slot:
             if owner is sequence:
                 self._owners[row] = None
 
-    def read_results(self, sequences: int, widths: Seq[int]) -> list[SequenceResult]:
+    def read_results(self, sequences: int, widths: Seq[int], drafter: bool = True) -> list[SequenceResult]:
         """Copies of what the launch gave each of the first `sequences` sequences.
 
         Args:
             sequences: of the round.
             widths: rows that each may have had; of more than one, `choice` says which.
+            drafter: whether one drafts for sequences whose drafts are not looked up.
         """
         width = widths[self._choice[0]] if len(widths) > 1 else widths[0]
         results = []
-        for start in range(0, sequences * (width + 2), width + 2):
+        for row in range(sequences):
+            start = row * (width + 2)
             accepted, status, *picks = self._results[start : start + width + 2].tolist()
-            results.append(SequenceResult(accepted, _STATUSES[status], picks[: accepted + 1], width - 1))
+            drafts = widths[-1] > 1 and (drafter or self._runs[row] > 0)
+            verified = width - 1 if drafts else 0
+            results.append(SequenceResult(accepted, _STATUSES[status], picks[: accepted + 1], verified, drafts))
         return results
