@@ -31,6 +31,14 @@ def test_cache_lists_and_clears(sparkgap: Program, packed: Path) -> None:
     assert (packed.parent / "other.txt").exists()
 
 
+def test_several_entries_are_summed(sparkgap: Program, packed: Path) -> None:
+    assert "in all" not in sparkgap("cache").out
+    write_packed(packed_path("another/model", {}), {}, {}, {"a": torch.zeros(500_000)})
+    *entries, total = sparkgap("cache").out.splitlines()
+    assert len(entries) == 2
+    assert total == f"{packed.parents[1]}  1.9 MiB in all"
+
+
 def test_an_empty_cache(sparkgap: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKGAP_CACHE", str(tmp_path / "none"))
     assert sparkgap("cache").out == f"nothing in {tmp_path / 'none'}\n"

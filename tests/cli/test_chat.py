@@ -27,6 +27,12 @@ def test_each_answer_is_part_of_the_next_request(sparkgap: Callable[..., Any], l
     ]
 
 
+@pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit"])
+def test_words_that_leave(sparkgap: Callable[..., Any], llm: Any, leave: str) -> None:
+    result = sparkgap("chat", stdin=f"{leave}\nnever asked\n".encode())
+    assert (result.status, result.out, llm.requests) == (0, "", [])
+
+
 def test_commands(sparkgap: Callable[..., Any], llm: Any) -> None:
     lines = "/help,first,/clear,/system be short,second,/system -,/clear,third,/usr/bin is what?,/exit"
     result = sparkgap("chat", stdin=lines.replace(",", "\n").encode())

@@ -44,13 +44,14 @@ def cache(
     if as_json:
         print_json(facts)
         return
-    for model in facts["models"]:
-        write_text(f"{model['path']}  {format_bytes(model['size_bytes'])}\n")
-    for file in packed:
-        write_text(f"{file['path']}  {format_bytes(file['size_bytes'])}\n")
+    entries = [*facts["models"], *packed]
+    for entry in entries:
+        write_text(f"{entry['path']}  {format_bytes(entry['size_bytes'])}\n")
+    if len(entries) > 1:
+        write_text(f"{facts['directory']}  {format_bytes(sum(entry['size_bytes'] for entry in entries))} in all\n")
     if clear:
         write_text(f"removed {format_bytes(removed_bytes)} of packed weights from {packed_directory()}\n")
-    elif not facts["models"] and not packed:
+    elif not entries:
         write_text(f"nothing in {facts['directory']}\n")
 
 

@@ -25,7 +25,7 @@ _HELP = """\
 /system TEXT  set the system message; /system alone shows it, /system - removes it
 /clear        forget the conversation
 /help         show this list
-/bye, /exit   leave (as does Ctrl-D)
+/bye          leave, as do /exit, /quit and Ctrl-D
 Ctrl-C stops an answer. A message of several lines starts and ends with \"\"\"."""
 
 
@@ -85,7 +85,7 @@ class ChatSession:
         while True:
             try:
                 message = next(messages, None)
-                if message is None or message.strip() in ("/bye", "/exit"):
+                if message is None or message.strip() in ("/bye", "/exit", "/quit"):
                     return
                 if message.strip():
                     self._serve(message)
