@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include "cpu_info.h"
 #include "executor.h"
@@ -106,9 +107,9 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>, size_t, const std::vector<std::optional<sparkgap::Tensor>>&,
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, const std::vector<size_t>&, const std::vector<std::optional<sparkgap::Tensor>>&,
                     const std::vector<int64_t>&>(),
-           "parts"_a, "first_pass"_a = 0, "selectors"_a = nb::list(), "choices"_a = std::vector<int64_t>())
+           "parts"_a, "long_parts"_a = std::vector<size_t>(), "selectors"_a = nb::list(), "choices"_a = std::vector<int64_t>())
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
 
@@ -190,8 +191,9 @@ NB_MODULE(_native, m) {
   // The last registered is called first: streams use the pool.
   nb::module_::import_("atexit").attr("register")(m.attr("shutdown_pool"));
   nb::module_::import_("atexit").attr("register")(m.attr("stop_streams"));
-  // A daemon thread that is left in native code keeps what it uses, see `GilRelease`.
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
-    if (nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
+  // A daemon thread that is left in native code keeps what it uses, see `GilRelease`, and a child of a fork what its
+  // parent's streams do.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([process = getpid()] {
+    if (process != getpid() || nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
   }));
 }

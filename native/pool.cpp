@@ -229,7 +229,7 @@ void Pool::execute(const Job& job, int index) {
     if (ring)
       ring->add({list.calls[place.call].signature, begin_ns, now_ns(), list.graph, job.run, place.list, place.call,
                  uint32_t(index)});
-    if (when_under_way && place.list >= when_under_way->list) {
+    if (when_under_way && list.is_long) {
       if (may_leave && !announced) {
         when_under_way->announce();
         announced = true;

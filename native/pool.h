@@ -22,6 +22,7 @@ struct CallList {
   uint32_t graph = 0;
   const int64_t* selector = nullptr;  // the list runs where this is `choice`; null: always
   int64_t choice = 0;
+  bool is_long = true;  // among short lists, one in which something else may be done meanwhile, see `WhenUnderWay`
 
   bool runs() const { return !selector || *selector == choice; }
 };
@@ -45,12 +46,11 @@ class HostTurn {
   std::atomic<int64_t> until_ns_{0};
 };
 
-// Something for the caller's thread to do once a run is under way: after the first call of list `list`, or before the run
+// Something for the caller's thread to do once a run is under way: after the first call of a long list, or before the run
 // where that has to wait for another caller's; at the latest at its end.
 struct WhenUnderWay {
   std::function<void()> action;
   std::function<void()> announce;  // where a core can be left to the host, a call earlier: it is free by then
-  size_t list = 0;
   const HostTurn* host = nullptr;  // left a core to while it lasts, see `Pool::run`
 };
 

@@ -153,11 +153,10 @@ QueuedLaunch* StreamState::wait_for_work(QueuedLaunch* last) {
   return last->next;
 }
 
-Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass,
+Program::Program(std::vector<std::shared_ptr<Graph>> parts, const std::vector<size_t>& long_parts,
                  const std::vector<std::optional<Tensor>>& selectors, const std::vector<int64_t>& choices)
-    : parts_(std::move(parts)), first_pass_(first_pass) {
+    : parts_(std::move(parts)) {
   if (parts_.empty()) throw std::invalid_argument("a program needs at least one graph");
-  if (first_pass_ >= parts_.size()) throw std::invalid_argument("the program has no such graph");
   if (selectors.size() != choices.size()) throw std::invalid_argument("selectors and choices go together");
   if (!selectors.empty() && (selectors.size() != parts_.size() || selectors.front() || selectors.back()))
     throw std::invalid_argument("there is a condition, or none, for each graph, and the first and the last one run always");
@@ -166,11 +165,16 @@ Program::Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass,
     if (!part || !part->size()) throw std::invalid_argument("a graph of the program holds no calls");
     if (part->threads() != threads_) throw std::invalid_argument("the program's graphs use different numbers of threads");
     lists_.push_back(part->calls());
+    lists_.back().is_long = long_parts.empty();
     if (const size_t number = lists_.size() - 1; number < selectors.size() && selectors[number]) {
       lists_.back().selector = as_int64(*selectors[number], "selector", 1);
       lists_.back().choice = choices[number];
     }
     for (const Call& call : part->calls().calls) scratch_bytes_ = std::max(scratch_bytes_, call.scratch_bytes);
+  }
+  for (const size_t part : long_parts) {
+    if (part >= lists_.size()) throw std::invalid_argument("the program has no such graph");
+    lists_[part].is_long = true;
   }
   for (const auto& selector : selectors)
     if (selector) selectors_.push_back(Py_NewRef(selector->object));
@@ -246,11 +250,11 @@ std::shared_ptr<Launch> Stream::launch(std::shared_ptr<Program> program) {
 
 void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
   Pool::own_caller();
-  WhenUnderWay tell{[&shared] { shared->tell_hosts(); },
-                    [&shared] {
-                      if (shared->num_waiting) shared->host.begin();
-                    },
-                    0, &shared->host};
+  const WhenUnderWay tell{[&shared] { shared->tell_hosts(); },
+                          [&shared] {
+                            if (shared->num_waiting) shared->host.begin();
+                          },
+                          &shared->host};
   while (QueuedLaunch* place = shared->wait_for_work(last)) {
     Launch& launch = *place->launch;
     shared->num_taken++;
@@ -259,7 +263,6 @@ void Stream::work(std::shared_ptr<StreamState> shared, QueuedLaunch* last) {
     if (shared->stopping) launch.error_ = "the stream was stopped";
     else if (!failure.empty()) launch.error_ = "an earlier round failed: " + failure;
     else {
-      tell.list = launch.program_->first_pass_;
       try {
         if (const uint32_t fault = launch.program_->run(&launch.run_, &tell)) failure = describe_fault(fault);
       } catch (const std::exception& exception) {

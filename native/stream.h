@@ -16,12 +16,12 @@ namespace sparkgap {
 // Graphs that are replayed one after another by one launch.
 class Program {
  public:
-  // `first_pass`: the graph in which the host may be told of launches that ended before: until its first call has run,
-  // nothing shall come between a launch and the next.
+  // `long_parts`: the graphs in which the host may be told of launches that ended before: until the first call of one of
+  // them has run, nothing shall come between a launch and the next. None named: all are.
   // `selectors`, with `choices`: int64 [1] each, written by graphs of the program; one for each part, or none at all. A part
   // that has one runs only where that has the value of the part's choice when the part before has ended. The first and the
   // last part have none. Thread 0 must be the one that writes it: operations of rounds run on that thread.
-  explicit Program(std::vector<std::shared_ptr<Graph>> parts, size_t first_pass = 0,
+  explicit Program(std::vector<std::shared_ptr<Graph>> parts, const std::vector<size_t>& long_parts = {},
                    const std::vector<std::optional<Tensor>>& selectors = {}, const std::vector<int64_t>& choices = {});
   ~Program();
   Program(const Program&) = delete;
@@ -37,7 +37,6 @@ class Program {
 
   std::vector<std::shared_ptr<Graph>> parts_;
   std::vector<PyObject*> selectors_;
-  size_t first_pass_;
   std::vector<CallList> lists_;
   size_t scratch_bytes_ = 0;
   int threads_ = 1;

@@ -99,3 +99,4 @@ def test_a_fork_is_told_and_ends(tmp_path, task_pipeline):
     command = [sys.executable, "-c", SCRIPT, str(model), str(drafter), task_pipeline]
     done = subprocess.run(command, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "nanobind" not in done.stderr

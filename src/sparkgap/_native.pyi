@@ -71,7 +71,7 @@ class Program:
     def __init__(
         self,
         parts: list[Graph],
-        first_pass: int = 0,
+        long_parts: list[int] = ...,
         selectors: list[Tensor | None] = ...,
         choices: list[int] = ...,
     ) -> None: ...

@@ -280,7 +280,7 @@ def test_choices_that_make_no_program_are_refused() -> None:
             CpuProgram(parts, conditions=[None, Condition(wrong, 0), None])
     natives = [graph.native for _, graph in parts]
     with pytest.raises(ValueError, match="go together"):
-        _native.Program(natives, 0, [None, selector, None], [0])
+        _native.Program(natives, [], [None, selector, None], [0])
 
 
 def test_a_program_keeps_its_selector() -> None:
@@ -294,16 +294,16 @@ def test_a_program_keeps_its_selector() -> None:
     assert sys.getrefcount(selector) == before
 
 
-def test_programs_name_their_first_pass() -> None:
+def test_programs_name_their_passes() -> None:
     kernels = NativeKernels(threads=1)
     add, _ = lookup(kernels, torch.tensor([1]), torch.arange(8.0).view(4, 2))
-    program, stream = CpuProgram([("begin", add), ("draft", add)], first_pass="draft"), CpuStream()
+    program, stream = CpuProgram([("begin", add), ("draft", add)], passes=("draft",)), CpuStream()
     launches = [stream.launch(program) for _ in range(20)]
     assert all(launch.wait(WAIT_S) for launch in launches)
-    with pytest.raises(ValueError, match="not in"):
-        CpuProgram([("begin", add)], first_pass="target")
+    with pytest.raises(ValueError, match="no graph target"):
+        CpuProgram([("begin", add)], passes=("begin", "target"))
     with pytest.raises(ValueError, match="no such graph"):
-        _native.Program([add.native], 1)
+        _native.Program([add.native], [1])
 
 
 @pytest.mark.parametrize(

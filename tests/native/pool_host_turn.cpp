@@ -102,17 +102,22 @@ std::vector<std::vector<Call>> calls_of(Script& script, const std::vector<size_t
 // Null where all calls of `lists` that are chosen were run as they shall be.
 const char* run_lists(Script& script, const std::vector<std::vector<Call>>& calls, const std::vector<CallList>& lists,
                       int threads, HostTurn& host) {
-  const WhenUnderWay when_under_way{[] {}, [] {}, 0, &host};
+  std::vector<int> told;  // the calls after which `announce` and `action` were called
+  const auto tell = [&] { told.push_back(script.last_begun); };
+  const WhenUnderWay when_under_way{tell, tell, &host};
   Pool::shared().run(lists, threads, 0, nullptr, &when_under_way);
   if (script.violation) return script.violation;
-  size_t number = 0;
+  int number = 0;
+  std::vector<int> expected;
   for (size_t list = 0; list < lists.size(); list++)
     for (size_t i = 0; i < calls[list].size(); i++, number++) {
-      const Script::Shares& share = script.shares[number];
+      const Script::Shares& share = script.shares[size_t(number)];
       if (lists[list].runs() ? !share.team || share.begun != share.team || share.ended != share.team : share.begun != 0)
         return "a call was not run by each thread of its team";
+      if (lists[list].runs() && lists[list].is_long && expected.size() < 2) expected.push_back(number);
     }
-  return nullptr;
+  if (expected.size() < 2) expected.push_back(number - 1);  // at the latest at the end
+  return told == expected ? nullptr : "the host was not told in long lists";
 }
 
 void stop_thread(int index) {
@@ -169,6 +174,7 @@ const char* run_random(int threads, std::mt19937_64& random, size_t* num_alone) 
     lists[i].selector = &selector;
     lists[i].choice = int64_t(below(2));
   }
+  for (auto& list : lists) list.is_long = below(2);
   const int64_t chosen = int64_t(below(2));
   for (size_t number = 0; number < total; number++)
     script.on_thread_0[number] = [&, number, turn = below(6), stopped = below(3) ? -1 : int(below(size_t(threads))),

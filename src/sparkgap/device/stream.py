@@ -26,8 +26,8 @@ class CpuProgram:
 
     Args:
         graphs: with their names.
-        first_pass: name of the graph with which the launch is under way. Who waits for the launch before is woken
-            once its first call has run, and not between the two launches.
+        passes: names of the graphs with which a launch is under way; none for all. Who waits for the launch before is
+            woken once the first call of the first of them that runs has run, and not between the two launches.
         conditions: for each graph, a tensor, int64 `[1]`, and the value of it with which the graph runs, or None: it
             always runs. The first and the last always do. Operations of rounds in earlier graphs of the program write
             the tensors.
@@ -39,14 +39,16 @@ class CpuProgram:
     def __init__(
         self,
         graphs: Sequence[tuple[str, CpuGraph]],
-        first_pass: str | None = None,
+        passes: Sequence[str] = (),
         conditions: Sequence[Condition | None] = (),
     ) -> None:
         self.names = tuple(name for name, _ in graphs)
-        first = 0 if first_pass is None else self.names.index(first_pass)
+        long_parts = [number for number, name in enumerate(self.names) if name in passes]
+        if missing := set(passes).difference(self.names):
+            raise ValueError(f"the program has no graph {', '.join(sorted(missing))}")
         selectors = [None if condition is None else condition.selector for condition in conditions]
         choices = [0 if condition is None else condition.choice for condition in conditions]
-        self._native = _native.Program([graph.native for _, graph in graphs], first, selectors, choices)
+        self._native = _native.Program([graph.native for _, graph in graphs], long_parts, selectors, choices)
 
     def replay(self) -> None:
         """Run it on this thread.

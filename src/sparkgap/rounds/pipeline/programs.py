@@ -159,7 +159,7 @@ class SlotPrograms:
         parts.append(_Part(*self._record("hand off", lambda: self._hand_off(bucket))))
         return CpuProgram(
             [(part.name, part.graph) for part in parts],
-            "target" if drafts is None or model is None else "draft",
+            ("target",) if drafts is None or model is None else ("draft", "target"),
             [part.condition for part in parts],
         )
 
