@@ -7,7 +7,7 @@ import pytest
 
 from sparkgap import LLM, SamplingParams
 from sparkgap.bench.trace.chrome import trace_events
-from sparkgap.bench.trace.intervals import interval_report
+from sparkgap.bench.trace.intervals import interval_reports
 from sparkgap.bench.trace.rounds import find_rounds
 from sparkgap.cli import main
 from sparkgap.config import EXECUTION_MODES
@@ -81,7 +81,8 @@ def test_every_round_has_its_stages_and_no_token_changes(llm: LLM) -> None:
             assert {call.run for calls in round_.stages.values() for call in calls} == {round_.pipelined.run}
     if is_pipelined:
         assert [round_.slot for round_ in rounds] == [rounds[0].slot ^ (number % 2) for number in range(len(rounds))]
-    report = interval_report(recording, counted)
+    report = interval_reports({"mode": (recording, counted)})["mode"]
+    assert report.drafted
     assert report.intervals["context_graphs"].median == (1 if has_context_graph else 0)
     assert report.intervals["context_kv_writes"].median == DRAFT_LAYERS
     for name in ("draft_ms", "target_ms", "round_ms", "verification_to_next_ms", "projection_to_last_write_ms"):
@@ -127,7 +128,8 @@ def test_plain_decoding_is_traced_too(paths: tuple[str, str]) -> None:
         rounds = find_rounds(recording)
         assert 23 <= len(rounds) <= 25
         assert not {"draft", "context"} & {stage for round_ in rounds for stage in round_.stages}
-        report = interval_report(recording, recording)
+        report = interval_reports({"mode": (recording, recording)})["mode"]
+        assert not report.drafted
         assert report.intervals["draft_ms"] is None
         assert report.intervals["round_ms"] is not None
 

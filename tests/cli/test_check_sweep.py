@@ -181,4 +181,4 @@ def test_method_ngram_in_all_modes(command):
 def test_lengths_that_adapt_in_the_modes_that_can(command):
     status, _, err = command("--mode", "all", "--speculative-config", '{"adaptive_length": true}')
     assert status == 2
-    assert "use --mode eager,graphs,compact,masked" in err
+    assert "cannot run adaptive_length; name others of eager, graphs, compact, masked" in err

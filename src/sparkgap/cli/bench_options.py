@@ -76,7 +76,8 @@ def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, Engine
     Modes outside the pipeline verify all draft tokens: `prefix_scheduling` is the pipeline's alone.
 
     Raises:
-        ConfigError: there is no such mode, or the configuration says itself how rounds are run.
+        ConfigError: there is no such mode, one cannot run with the configuration, or that says itself how rounds are
+            run.
     """
     for mode in modes:
         if mode not in EXECUTION_MODES:
@@ -86,6 +87,9 @@ def mode_configs(config: EngineConfig, modes: Sequence[str]) -> dict[str, Engine
             option = name.replace("_", "-")
             raise ConfigError(f"a mode sets {option} itself; leave out --{option}, or the modes")
     wanted = config.speculative_config
+    if wanted is not None and wanted.adaptive_length and "pipeline" in modes:
+        others = [mode for mode in EXECUTION_MODES if mode != "pipeline"]
+        raise ConfigError(f"mode pipeline cannot run adaptive_length; name others of {', '.join(others)} with --mode")
     carried = config
     if wanted is not None and wanted.prefix_scheduling:
         carried = replace(config, speculative_config=replace(wanted, prefix_scheduling=None))

@@ -87,15 +87,6 @@ def make_variants(engine: EngineOptions, modes: Sequence[str], numbers: Sequence
             variants.append(Variant(None, number, config))
     variants.sort(key=lambda variant: 0 if variant.mode is None else modes.index(variant.mode))
     if len(variants) > 1:
-        _check_possible(variants)
+        # What would end a sweep halfway shows before it begins.
+        loading.num_draft_tokens(max(variants, key=lambda variant: variant.num_speculative_tokens or 0).config)
     return variants
-
-
-def _check_possible(variants: Sequence[Variant]) -> None:
-    """What would end a sweep halfway shows before it begins."""
-    wanted = variants[0].config.speculative_config
-    chained = any(variant.mode == "pipeline" for variant in variants)
-    if chained and wanted is not None and wanted.adaptive_length:
-        other = ",".join(mode for mode in EXECUTION_MODES if mode != "pipeline")
-        raise ConfigError(f"mode pipeline cannot run adaptive_length; use --mode {other}")
-    loading.num_draft_tokens(max(variants, key=lambda variant: variant.num_speculative_tokens or 0).config)

@@ -177,7 +177,10 @@ def _check(max_tokens: int, repeats: int, warmups: int, prompt_tokens: int | Non
     if prompt_tokens is not None:
         check_positive("prompt-tokens", prompt_tokens)
         if prompts.prompts is not None or prompts.limit is not None:
-            raise ConfigError("--prompt-tokens makes the one prompt itself; leave out --prompts and --limit")
+            raise ConfigError(
+                "--prompt-tokens, which --matrix uses where there are no --prompts, makes the one prompt itself; leave "
+                "out --prompts and --limit, or give --matrix --prompts"
+            )
 
 
 def _check_output(as_json: bool, as_markdown: bool) -> None:

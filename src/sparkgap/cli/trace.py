@@ -65,12 +65,14 @@ def trace(
     models = {name: loading.load_llm(wanted) for name, wanted in _configs(config, compare, mode or []).items()}
     from sparkgap.bench.machine import machine_facts
     from sparkgap.bench.trace.chrome import write_trace
+    from sparkgap.bench.trace.intervals import interval_reports
     from sparkgap.bench.trace.requests import mode_of, trace_request
 
     def ask(llm: "LLM", params: Any) -> Any:
         return complete(llm, make_request(llm, text, system=asked.system, raw=asked.raw), params)
 
     traced = {name or mode_of(llm.info()): trace_request(llm, ask, params) for name, llm in models.items()}
+    reports = interval_reports({name: (found.recording, found.counted) for name, found in traced.items()})
     same = len({tuple(request.output.outputs[0].token_ids) for request in traced.values()}) == 1
     info = next(iter(models.values())).info()
     facts = {
@@ -83,9 +85,10 @@ def trace(
     }
     write_trace(output, {name: request.recording for name, request in traced.items()}, facts)
     if as_json:
-        print_json(facts | {"output": str(output), "modes": {name: _facts(found) for name, found in traced.items()}})
+        modes = {name: asdict(reports[name]) | _facts(found) for name, found in traced.items()}
+        print_json(facts | {"output": str(output), "modes": modes})
     else:
-        print_intervals({name: request.report for name, request in traced.items()})
+        print_intervals(reports)
         _print_notes(traced, output, bool(facts["same_tokens"]))
     return 0 if facts["same_tokens"] else 1
 
@@ -108,7 +111,6 @@ def _check_output(output: Path) -> None:
 
 def _facts(traced: "TracedRequest") -> dict[str, Any]:
     return {
-        **asdict(traced.report),
         "completion_tokens": len(traced.output.outputs[0].token_ids),
         "kernel_calls": len(traced.recording.kernels),
         "dropped_kernel_calls": traced.recording.num_dropped,

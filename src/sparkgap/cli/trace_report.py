@@ -43,6 +43,9 @@ def print_intervals(reports: "Mapping[str, IntervalReport]") -> None:
 def interval_rows(reports: "Mapping[str, IntervalReport]", *, spread: bool) -> Iterator[list[str]]:
     """A label and a cell for each mode, row by row."""
     yield ["rounds", *(str(report.rounds) for report in reports.values())]
+    if any(report.other_rounds for report in reports.values()):
+        yield ["  with a draft", *("yes" if report.drafted else "no" for report in reports.values())]
+        yield ["  others, left out", *(str(report.other_rounds) for report in reports.values())]
     for name, label in _LABELS.items():
         yield [label, *(_cell(name, report.intervals[name], spread) for report in reports.values())]
     yield ["host calls after verification", *(f"{report.host_calls['total']:.1f}" for report in reports.values())]

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkgap.bench.trace.intervals import INTERVALS, busy_spans, interval_report, steady_rounds, uncovered_ns
+from sparkgap.bench.trace.intervals import INTERVALS, busy_spans, interval_reports, steady_rounds, uncovered_ns
 from sparkgap.bench.trace.rounds import Span, find_rounds
 from sparkgap.device.trace import KernelCall
+from sparkgap.engine.tracing import Recording
 from sparkgap.errors import ConfigError
 
 from .recordings import carried, kernel, pipelined
@@ -16,7 +17,7 @@ from .recordings import carried, kernel, pipelined
 
 def test_pipelined_rounds() -> None:
     recording = pipelined(6)
-    rounds = steady_rounds(recording)
+    rounds = steady_rounds(recording, True)
     assert len(rounds) == 3
     for number, found in enumerate(rounds):
         assert (found.context_graphs, found.context_kv_writes) == (1, 2)
@@ -38,7 +39,7 @@ def test_pipelined_rounds() -> None:
 
 def test_rounds_that_the_host_carries() -> None:
     recording = carried(6)
-    for found in steady_rounds(recording):
+    for found in steady_rounds(recording, True):
         assert (found.context_graphs, found.context_kv_writes) == (0, 2)
         assert found.projection_to_last_write_ms == pytest.approx((940 - 860) / 1000)
         assert found.draft_ms == pytest.approx(0.09)
@@ -53,7 +54,7 @@ def test_rounds_that_the_host_carries() -> None:
 
 
 def test_a_report_has_times_of_one_recording_and_counts_of_the_other() -> None:
-    report = interval_report(pipelined(7), carried(7))
+    report = interval_reports({"mode": (pipelined(7), carried(7))})["mode"]
     assert report.rounds == 4
     assert set(report.intervals) == set(INTERVALS)
     round_ms = report.intervals["round_ms"]
@@ -65,7 +66,7 @@ def test_a_report_has_times_of_one_recording_and_counts_of_the_other() -> None:
 def test_plain_rounds_have_no_intervals_of_drafts() -> None:
     recording = pipelined(6)
     recording.kernels = [call for call in recording.kernels if call.graph not in ("draft", "context")]
-    report = interval_report(recording, recording)
+    report = interval_reports({"mode": (recording, recording)})["mode"]
     assert [name for name, value in report.intervals.items() if value is None] == [
         "projection_to_last_write_ms",
         "draft_ms",
@@ -78,7 +79,7 @@ def test_plain_rounds_have_no_intervals_of_drafts() -> None:
 
 def test_too_few_rounds_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"had 3 decode rounds, and none after the first 2 is followed.*--max-tokens"):
-        steady_rounds(pipelined(3))
+        interval_reports({"mode": (pipelined(3), pipelined(6))})
 
 
 def test_rounds_of_another_kind_are_left_out() -> None:
@@ -86,7 +87,27 @@ def test_rounds_of_another_kind_are_left_out() -> None:
     # The fifth round drafts nothing.
     recording.kernels = [call for call in recording.kernels if call.run != 5 or call.graph not in ("draft", "context")]
     assert len(find_rounds(recording)) == 8
-    assert len(steady_rounds(recording)) == 5 - 2
+    assert len(steady_rounds(recording, True)) == 5 - 2
+
+
+def without_drafts(rounds: int, runs: set[int]) -> Recording:
+    """As if the draft tokens of some rounds were looked up."""
+    recording = pipelined(rounds)
+    recording.kernels = [call for call in recording.kernels if call.run not in runs or call.graph != "draft"]
+    return recording
+
+
+def test_requests_are_compared_by_rounds_of_one_kind() -> None:
+    mostly, partly, all_drafted = without_drafts(14, {*range(6, 15)}), without_drafts(14, {3, 4, 5}), pipelined(14)
+    alone = interval_reports({"mostly": (mostly, mostly)})["mostly"]
+    assert (alone.drafted, alone.rounds, alone.other_rounds) == (False, 8, 3)
+    assert alone.intervals["draft_ms"] is None
+    together = interval_reports({"mostly": (mostly, mostly), "partly": (partly, partly)})
+    assert [(r.drafted, r.rounds, r.other_rounds) for r in together.values()] == [(True, 2, 9), (True, 8, 3)]
+    # Nothing in common: each has its own.
+    never = without_drafts(14, {*range(1, 15)})
+    apart = interval_reports({"never": (never, never), "always": (all_drafted, all_drafted)})
+    assert [(r.drafted, r.rounds, r.other_rounds) for r in apart.values()] == [(False, 11, 0), (True, 11, 0)]
 
 
 def test_rounds_whose_calls_were_given_up_are_left_out() -> None:

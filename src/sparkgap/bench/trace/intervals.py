@@ -3,7 +3,7 @@
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -126,30 +126,55 @@ class IntervalReport:
 
     Attributes:
         rounds: how many there are.
+        drafted: whether they have a draft; those whose draft tokens were all looked up have none.
+        other_rounds: steady rounds of other kinds, or that one of another kind follows, which are left out.
         intervals: each of `INTERVALS` over them; None where the rounds have no such stage.
         host_calls: mean number of calls of the host in the window after verification, by kind (the fields of
             `HostCalls`, and `total`).
     """
 
     rounds: int
+    drafted: bool
+    other_rounds: int
     intervals: dict[str, Quartiles | None]
     host_calls: dict[str, float]
 
 
-def interval_report(timed: Recording, counted: Recording) -> IntervalReport:
-    """What the steady rounds of a request show.
+def interval_reports(requests: Mapping[str, tuple[Recording, Recording]]) -> dict[str, IntervalReport]:
+    """What the steady rounds of requests show, by the same names.
+
+    All reports are of rounds with a draft, or all of rounds without, whichever the requests have more of in common;
+    only where they have neither in common, each is of what it has most of.
 
     Args:
-        timed: the request without torch operations: times are taken from here.
-        counted: the same request with them: calls of the host are taken from here.
+        requests: of each two recordings, without torch operations, where times are taken from, and with them, where
+            the host's calls are taken from.
 
     Raises:
-        ConfigError: the request had too few rounds.
+        ConfigError: a request had too few rounds.
     """
-    rounds = steady_rounds(timed)
-    counts = [round_.host for round_ in steady_rounds(counted)]
+    found = {name: tuple(_by_draft(recording) for recording in pair) for name, pair in requests.items()}
+    common = {
+        drafted: min(len(rounds[drafted]) for pair in found.values() for rounds in pair) for drafted in (True, False)
+    }
+    drafted = max((True, False), key=lambda drafted: common[drafted])
+    reports = {}
+    for name, (timed, counted) in found.items():
+        kind = drafted if common[drafted] else max((True, False), key=lambda drafted: len(timed[drafted]))
+        if not timed[kind] or not counted[kind]:
+            raise _too_few(requests[name][0])
+        other_rounds = len(find_rounds(requests[name][0])) - SKIPPED_ROUNDS - 1 - len(timed[kind])
+        reports[name] = _report(timed[kind], [round_.host for round_ in counted[kind]], kind, other_rounds)
+    return reports
+
+
+def _report(
+    rounds: Sequence[RoundIntervals], counts: Sequence[HostCalls], drafted: bool, other_rounds: int
+) -> IntervalReport:
     return IntervalReport(
         len(rounds),
+        drafted,
+        other_rounds,
         {name: _quartiles([getattr(round_, name) for round_ in rounds]) for name in INTERVALS},
         {
             name: statistics.fmean(getattr(count, name) or 0 for count in counts)
@@ -158,27 +183,31 @@ def interval_report(timed: Recording, counted: Recording) -> IntervalReport:
     )
 
 
-def steady_rounds(recording: Recording) -> list[RoundIntervals]:
-    """The rounds after the first `SKIPPED_ROUNDS` that are followed by another, both of the kind that most are of.
+def steady_rounds(recording: Recording, drafted: bool) -> list[RoundIntervals]:
+    """The rounds after the first `SKIPPED_ROUNDS` that are followed by another, both of one kind.
 
-    Raises:
-        ConfigError: there are none.
+    Of the rounds with a draft, or of those without, that kind is the one that most are of.
     """
     rounds = find_rounds(recording)
-    kinds = Counter(frozenset(round_.stages) for round_ in rounds)
-    usual = kinds.most_common(1)[0][0] if kinds else frozenset()
+    kinds = Counter(frozenset(round_.stages) for round_ in rounds if (DRAFT in round_.stages) == drafted)
+    usual = kinds.most_common(1)[0][0] if kinds else None
     busy = busy_spans(recording.kernels)
-    measured = [
+    return [
         measure(round_, following, recording, busy)
         for round_, following in pairwise(rounds[SKIPPED_ROUNDS:])
         if usual == frozenset(round_.stages) == frozenset(following.stages)
     ]
-    if not measured:
-        raise ConfigError(
-            f"the request had {len(rounds)} decode rounds, and none after the first {SKIPPED_ROUNDS} is followed by "
-            "one of the same kind, which an interval report needs; raise --max-tokens, or add --ignore-eos"
-        )
-    return measured
+
+
+def _by_draft(recording: Recording) -> dict[bool, list[RoundIntervals]]:
+    return {drafted: steady_rounds(recording, drafted) for drafted in (True, False)}
+
+
+def _too_few(recording: Recording) -> ConfigError:
+    return ConfigError(
+        f"the request had {len(find_rounds(recording))} decode rounds, and none after the first {SKIPPED_ROUNDS} is "
+        "followed by one of the same kind, which an interval report needs; raise --max-tokens, or add --ignore-eos"
+    )
 
 
 def measure(round_: TracedRound, following: TracedRound, recording: Recording, busy: Sequence[Span]) -> RoundIntervals:

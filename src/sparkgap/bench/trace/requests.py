@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkgap.api import LLM
-from sparkgap.bench.trace.intervals import IntervalReport, interval_report
 from sparkgap.config import SamplingParams
 from sparkgap.engine.outputs import RequestOutput
 from sparkgap.engine.tracing import Recording
@@ -17,14 +16,14 @@ class TracedRequest:
 
     Attributes:
         recording: of its answer.
-        report: of its steady rounds.
+        counted: of its answer, once more, with torch operations.
         output: its answer.
         same_tokens: whether it has the same tokens without a recording, and with one of torch operations.
         graph_captures: graphs captured while it was answered; 0.
     """
 
     recording: Recording
-    report: IntervalReport
+    counted: Recording
     output: RequestOutput
     same_tokens: bool
     graph_captures: int
@@ -41,7 +40,7 @@ def trace_request(
         params: of one answer; a seed is chosen where they have none.
 
     Raises:
-        ConfigError: the answer has too few rounds for a report, or the model runs on other kernels than the CPU's.
+        ConfigError: the model runs on other kernels than the CPU's.
         EngineError: computing failed.
     """
     params = replace(
@@ -56,7 +55,7 @@ def trace_request(
     answers = [answer.outputs[0].token_ids for answer in (plain, output, again)]
     return TracedRequest(
         timed,
-        interval_report(timed, counted),
+        counted,
         output,
         same_tokens=answers[0] == answers[1] == answers[2],
         graph_captures=llm.graph_counts()["captures_since_startup"] - captures,
