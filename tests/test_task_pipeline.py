@@ -341,9 +341,21 @@ def inject_consume(pipeline, monkeypatch):
     monkeypatch.setattr(pipeline, "consume", failing)
 
 
+def inject_launched(pipeline, monkeypatch):
+    launch = pipeline.stream.launch
+
+    def failing(program):
+        monkeypatch.undo()
+        launch(program)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(pipeline.stream, "launch", failing)
+
+
 INJECTIONS = {
     "prepare": (inject_prepare, "RuntimeError: injected"),
     "launch": (inject_launch, "RuntimeError: injected"),
+    "launched": (inject_launched, "RuntimeError: injected"),
     "kernel": (inject_kernel, "RoundFailedError: .*outside the KV cache"),
     "copy": (inject_copy, "RuntimeError: injected"),
     "consume": (inject_consume, "RuntimeError: injected"),
@@ -373,6 +385,24 @@ def test_a_failure_ends_its_requests_and_the_next_are_right(paths, llm, eager, m
         assert errors
         assert all(re.search(message, error) for error in errors)
     assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert_idle(llm)
+
+
+def test_a_launch_that_nobody_owns_is_not_gone_on_from(paths, eager, monkeypatch):
+    llm = make(paths)
+    pipeline, stream = llm._engine._pipelined.pipeline, llm.stream(PROMPTS[0], GREEDY)
+    given = []
+    while not pipeline.rounds:
+        given += next(stream).outputs[0].token_ids
+    (in_flight,) = pipeline.rounds
+    inject_launched(pipeline, monkeypatch)
+    with pytest.raises(RuntimeError, match="injected"):
+        pipeline.submit(in_flight.sequences)
+    assert pipeline.rounds == ()
+    assert not pipeline.in_flight
+    for output in stream:
+        given += output.outputs[0].token_ids
+    assert given == list(eager.generate(PROMPTS[:1], GREEDY)[0].outputs[0].token_ids)
     assert_idle(llm)
 
 

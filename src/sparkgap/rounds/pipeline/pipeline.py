@@ -144,7 +144,9 @@ class Pipeline:
         return self._in_flight
 
     def submit(self, sequences: Seq[Sequence]) -> None:
-        """Stage a round and launch it. Either the pipeline owns the round afterwards, or nothing has changed.
+        """Stage a round and launch it. Either the pipeline owns the round afterwards, or it has changed nothing.
+
+        An error in the launch itself drops all rounds in flight, as `reset` does.
 
         A sequence goes on from the last round submitted where that has it, and otherwise from its own tokens: it must
         not be in another round in flight then.
@@ -169,11 +171,16 @@ class Pipeline:
         sources = [rows.get(sequence.sequence_id, -1) for sequence in sequences]
         text_rows = [self._text_row(sequence, source) for sequence, source in zip(sequences, sources, strict=True)]
         self.slots[self._next_slot].stage(sequences, sources, text_rows, bucket)
-        launch = self.stream.launch(program)
-        self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, widths, launch))
-        for sequence in sequences:
-            self._in_flight[sequence.sequence_id] += 1
-        self._next_slot = (self._next_slot + 1) % NUM_SLOTS
+        try:
+            launch = self.stream.launch(program)
+            self._rounds.append(RoundInFlight(tuple(sequences), self._next_slot, widths, launch))
+            for sequence in sequences:
+                self._in_flight[sequence.sequence_id] += 1
+            self._next_slot = (self._next_slot + 1) % NUM_SLOTS
+        except BaseException:
+            # It may run, and the rounds in flight with it go on from a state that nobody knows.
+            self.reset()
+            raise
         replays = self._counters.replays
         replays["target"] += 1
         if self._drafts:

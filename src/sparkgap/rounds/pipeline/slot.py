@@ -221,10 +221,10 @@ class Slot:
                 self._staged_anchors[row] = sequence.output_token_ids[-1]
                 self._staged_positions[row] = sequence.num_computed_tokens
             known = self._num_blocks[row] if self._owners[row] is sequence else 0
+            self._owners[row] = None  # until all that is staged is the sequence's
             if not known:
                 self.sampling.stage(row, sequence)
             table = sequence.block_table
-            self._owners[row] = None  # until the table is whole
             if len(table) > known:
                 self._block_tables[row, known : len(table)] = table[known:]
             self._num_blocks[row] = len(table)
