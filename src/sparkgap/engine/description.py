@@ -76,8 +76,9 @@ def _pipeline(loaded: LoadedEngine) -> dict[str, Any]:
 
 def _prefix_scheduling(loaded: LoadedEngine) -> dict[str, Any] | None:
     """What the device chooses the number of verified draft tokens by; None where a round verifies all."""
-    costs = None if loaded.pipeline is None else loaded.pipeline.pipeline.costs
-    if costs is None or not costs.measure_ms:
+    pipeline = None if loaded.pipeline is None else loaded.pipeline.pipeline
+    costs = None if pipeline is None or not pipeline.prefix_scheduling else pipeline.costs
+    if costs is None:
         return None
     return {
         "verified_tokens": costs.lengths.tolist(),

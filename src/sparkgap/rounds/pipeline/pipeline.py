@@ -78,8 +78,9 @@ class Pipeline:
         stream: where they run.
         nbytes: memory of Slots and programs.
         capture_ms: time that capturing the programs took.
+        prefix_scheduling: as given.
         costs: what the choice of draft tokens goes by; None without one. Of what is only looked up, all is verified
-            where they are not measured.
+            without prefix scheduling: they are not measured.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Pipeline:
             for programs in self._programs:
                 programs.capture(self.buckets)
         self.capture_ms = (time.perf_counter() - started_s) * 1000
+        self.prefix_scheduling = prefix_scheduling
         if self.costs is not None and prefix_scheduling:
             self._programs[0].measure(self.costs)
         self.nbytes = sum(slot.nbytes for slot in self.slots) + sum(programs.nbytes for programs in self._programs)
