@@ -11,6 +11,7 @@ from sparkgap.errors import ConfigError
 from sparkgap.rounds.draft_length import DOES_NOT_PAY
 from sparkgap.rounds.lookup import NOT_FOUND
 
+from .joining import run_joining
 from .speculating_model import write_looping_pair
 
 SETTINGS = {"threads": 1, "device": "cpu", "max_model_len": 96, "max_num_seqs": 4}
@@ -116,23 +117,7 @@ def test_requests_that_join_leave_and_are_aborted_have_their_tokens(path, eager)
         for number, prompt in enumerate(PROMPTS)
         for params in (GREEDY, SAMPLED)
     }
-    engine, running, ended = llm._engine, {}, 0
-    for _ in range(1000):
-        if len(running) < 6 and draw.random() < 0.2:
-            key = draw.randrange(len(PROMPTS)), draw.choice([GREEDY, SAMPLED])
-            running[engine.add_request(PROMPTS[key[0]], key[1], output_kind="final")] = key
-        if running and draw.random() < 0.01:
-            name = draw.choice(list(running))
-            key, output = running.pop(name), engine.abort(name)
-            assert output is not None
-            given = output.outputs[0].token_ids
-            assert given == expected[key][: len(given)]
-        for output in engine.step():
-            given, key = output.outputs[0].token_ids, running[output.request_id]
-            assert given == expected[key][: len(given)]
-            if output.finished:
-                assert len(given) == len(expected[running.pop(output.request_id)])
-                ended += 1
+    ended = run_joining(llm, PROMPTS, expected, turns=1000, draw=draw)
     assert ended > 30
 
 

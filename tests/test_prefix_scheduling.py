@@ -15,6 +15,7 @@ from sparkgap.errors import ConfigError, EngineError
 from sparkgap.rounds.pipeline.admission import Refusal
 from sparkgap.rounds.pipeline.scheduling import RoundCosts, scheduled_widths
 
+from .joining import run_joining
 from .speculating_model import BLOCK_SIZE, write_looping_pair, write_mtp
 
 SETTINGS = {"threads": 1, "device": "cpu", "max_model_len": 96, "max_num_seqs": 4}
@@ -116,25 +117,12 @@ def test_requests_that_join_leave_and_are_aborted_have_their_tokens(paths, eager
         for number, prompt in enumerate(PROMPTS)
         for params in (GREEDY, SAMPLED)
     }
-    engine, running, ended = llm._engine, {}, 0
-    for turn in range(1500):
-        if len(running) < 6 and draw.random() < 0.2:
-            key = draw.randrange(len(PROMPTS)), draw.choice([GREEDY, SAMPLED])
-            running[engine.add_request(PROMPTS[key[0]], key[1], output_kind="final")] = key
-        if running and draw.random() < 0.01:
-            name = draw.choice(list(running))
-            key, output = running.pop(name), engine.abort(name)
-            assert output is not None
-            given = output.outputs[0].token_ids
-            assert given == expected[key][: len(given)]
+
+    def change_costs(turn):
         if turn % 7 == 0:
             set_costs(llm, [draw.random() + 1e-3 for _ in LENGTHS])
-        for output in engine.step():
-            given, key = output.outputs[0].token_ids, running[output.request_id]
-            assert given == expected[key][: len(given)]
-            if output.finished:
-                assert len(given) == len(expected[running.pop(output.request_id)])
-                ended += 1
+
+    ended = run_joining(llm, PROMPTS, expected, turns=1500, draw=draw, before_turn=change_costs)
     assert ended > 50
     assert llm.graph_counts()["captures_since_startup"] == 0
 
