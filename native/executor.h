@@ -163,7 +163,8 @@ class Executor {
                  const Tensor& sources, const Tensor& positions, const Tensor& slots);
   void settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
                     const std::optional<Tensor>& draft_scores, const std::optional<Tensor>& runs, const Tensor& positions,
-                    const Tensor& row_positions, const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
+                    const Tensor& row_positions, const Tensor& slots, int64_t context_length,
+                    const std::optional<Tensor>& context_positions,
                     const std::optional<Tensor>& context_slots, const Tensor& next_anchors, const Tensor& next_positions,
                     const Tensor& results);
   // See lookup.h.

@@ -141,7 +141,8 @@ void Executor::step_rows(const Tensor& context_lengths, const Tensor& block_tabl
 
 void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std::optional<Tensor>& draft_ids,
                             const std::optional<Tensor>& draft_scores, const std::optional<Tensor>& runs,
-                            const Tensor& positions, const Tensor& row_positions, const Tensor& slots, int64_t context_length, const std::optional<Tensor>& context_positions,
+                            const Tensor& positions, const Tensor& row_positions, const Tensor& slots,
+                            int64_t context_length, const std::optional<Tensor>& context_positions,
                             const std::optional<Tensor>& context_slots, const Tensor& next_anchors,
                             const Tensor& next_positions, const Tensor& results) {
   require(positions.dims == 1, "positions", "int64 [sequences]", positions);
@@ -157,8 +158,10 @@ void Executor::settle_round(const Tensor& picks, const Tensor& scores, const std
       sparkgap::settle_round,
       {as_int64(picks, "picks", rows), static_cast<const float*>(scores.data),
        drafted<int64_t>(draft_ids, Tensor::Type::kInt64, "draft_ids", n, width),
-       runs && !draft_scores ? Drafted<float>{} : drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width),
-       runs ? int32_vector(*runs, "runs", n) : nullptr, as_int64(positions, "positions", n), as_int64(row_positions, "row_positions", rows), as_int64(slots, "slots", rows), context_length, n, width,
+       runs && !draft_scores ? Drafted<float>{}
+                             : drafted<float>(draft_scores, Tensor::Type::kFloat32, "draft_scores", n, width),
+       runs ? int32_vector(*runs, "runs", n) : nullptr, as_int64(positions, "positions", n),
+       as_int64(row_positions, "row_positions", rows), as_int64(slots, "slots", rows), context_length, n, width,
        context_positions ? int64_out(*context_positions, "context_positions", rows) : nullptr,
        context_slots ? int64_out(*context_slots, "context_slots", rows) : nullptr,
        int64_out(next_anchors, "next_anchors", n), int64_out(next_positions, "next_positions", n),

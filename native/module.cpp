@@ -107,8 +107,8 @@ NB_MODULE(_native, m) {
       .def("__len__", &Graph::size);
 
   nb::class_<Program>(m, "Program", "Graphs that one launch replays one after another.")
-      .def(nb::init<std::vector<std::shared_ptr<Graph>>, const std::vector<size_t>&, const std::vector<std::optional<sparkgap::Tensor>>&,
-                    const std::vector<int64_t>&>(),
+      .def(nb::init<std::vector<std::shared_ptr<Graph>>, const std::vector<size_t>&,
+                    const std::vector<std::optional<sparkgap::Tensor>>&, const std::vector<int64_t>&>(),
            "parts"_a, "long_parts"_a = std::vector<size_t>(), "selectors"_a = nb::list(), "choices"_a = std::vector<int64_t>())
       .def("replay", &Program::replay, "Run it on this thread; the GIL is released meanwhile.")
       .def("__len__", &Program::size);
@@ -194,6 +194,7 @@ NB_MODULE(_native, m) {
   // A daemon thread that is left in native code keeps what it uses, see `GilRelease`, and a child of a fork what its
   // parent's streams do.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([process = getpid()] {
-    if (process != getpid() || nb::cast<int>(nb::module_::import_("threading").attr("active_count")()) > 1) nb::set_leak_warnings(false);
+    const int threads = nb::cast<int>(nb::module_::import_("threading").attr("active_count")());
+    if (process != getpid() || threads > 1) nb::set_leak_warnings(false);
   }));
 }
