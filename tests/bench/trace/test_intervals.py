@@ -17,7 +17,7 @@ from .recordings import carried, kernel, pipelined
 
 def test_pipelined_rounds() -> None:
     recording = pipelined(6)
-    rounds = steady_rounds(recording, True)
+    rounds = steady_rounds(recording).of[True]
     assert len(rounds) == 3
     for number, found in enumerate(rounds):
         assert (found.context_graphs, found.context_kv_writes) == (1, 2)
@@ -39,7 +39,7 @@ def test_pipelined_rounds() -> None:
 
 def test_rounds_that_the_host_carries() -> None:
     recording = carried(6)
-    for found in steady_rounds(recording, True):
+    for found in steady_rounds(recording).of[True]:
         assert (found.context_graphs, found.context_kv_writes) == (0, 2)
         assert found.projection_to_last_write_ms == pytest.approx((940 - 860) / 1000)
         assert found.draft_ms == pytest.approx(0.09)
@@ -87,7 +87,7 @@ def test_rounds_of_another_kind_are_left_out() -> None:
     # The fifth round drafts nothing.
     recording.kernels = [call for call in recording.kernels if call.run != 5 or call.graph not in ("draft", "context")]
     assert len(find_rounds(recording)) == 8
-    assert len(steady_rounds(recording, True)) == 5 - 2
+    assert len(steady_rounds(recording).of[True]) == 5 - 2
 
 
 def without_drafts(rounds: int, runs: set[int]) -> Recording:

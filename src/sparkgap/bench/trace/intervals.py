@@ -153,18 +153,22 @@ def interval_reports(requests: Mapping[str, tuple[Recording, Recording]]) -> dic
     Raises:
         ConfigError: a request had too few rounds.
     """
-    found = {name: tuple(_by_draft(recording) for recording in pair) for name, pair in requests.items()}
+    found = {name: (steady_rounds(timed), steady_rounds(counted)) for name, (timed, counted) in requests.items()}
     common = {
-        drafted: min(len(rounds[drafted]) for pair in found.values() for rounds in pair) for drafted in (True, False)
+        drafted: min(len(steady.of[drafted]) for pair in found.values() for steady in pair) for drafted in (True, False)
     }
     drafted = max((True, False), key=lambda drafted: common[drafted])
     reports = {}
     for name, (timed, counted) in found.items():
-        kind = drafted if common[drafted] else max((True, False), key=lambda drafted: len(timed[drafted]))
-        if not timed[kind] or not counted[kind]:
-            raise _too_few(requests[name][0])
-        other_rounds = len(find_rounds(requests[name][0])) - SKIPPED_ROUNDS - 1 - len(timed[kind])
-        reports[name] = _report(timed[kind], [round_.host for round_ in counted[kind]], kind, other_rounds)
+        kind = drafted if common[drafted] else max((True, False), key=lambda drafted: len(timed.of[drafted]))
+        if not timed.of[kind] or not counted.of[kind]:
+            raise ConfigError(
+                f"the request had {timed.all_rounds} decode rounds, and none after the first {SKIPPED_ROUNDS} is "
+                "followed by one of the same kind, which an interval report needs; raise --max-tokens, or add "
+                "--ignore-eos"
+            )
+        other_rounds = timed.all_rounds - SKIPPED_ROUNDS - 1 - len(timed.of[kind])
+        reports[name] = _report(timed.of[kind], [round_.host for round_ in counted.of[kind]], kind, other_rounds)
     return reports
 
 
@@ -183,31 +187,33 @@ def _report(
     )
 
 
-def steady_rounds(recording: Recording, drafted: bool) -> list[RoundIntervals]:
-    """The rounds after the first `SKIPPED_ROUNDS` that are followed by another, both of one kind.
+@dataclass(frozen=True)
+class SteadyRounds:
+    """Rounds after the first `SKIPPED_ROUNDS` that are followed by another of their kind.
 
-    Of the rounds with a draft, or of those without, that kind is the one that most are of.
+    Attributes:
+        all_rounds: how many the recording has, of all kinds and at all places.
+        of: those with a draft (True), and those without: of each, the kind that most rounds are of.
     """
+
+    all_rounds: int
+    of: dict[bool, list[RoundIntervals]]
+
+
+def steady_rounds(recording: Recording) -> SteadyRounds:
+    """The steady rounds of a recording."""
     rounds = find_rounds(recording)
-    kinds = Counter(frozenset(round_.stages) for round_ in rounds if (DRAFT in round_.stages) == drafted)
-    usual = kinds.most_common(1)[0][0] if kinds else None
+    kinds = Counter(frozenset(round_.stages) for round_ in rounds)
     busy = busy_spans(recording.kernels)
-    return [
-        measure(round_, following, recording, busy)
-        for round_, following in pairwise(rounds[SKIPPED_ROUNDS:])
-        if usual == frozenset(round_.stages) == frozenset(following.stages)
-    ]
-
-
-def _by_draft(recording: Recording) -> dict[bool, list[RoundIntervals]]:
-    return {drafted: steady_rounds(recording, drafted) for drafted in (True, False)}
-
-
-def _too_few(recording: Recording) -> ConfigError:
-    return ConfigError(
-        f"the request had {len(find_rounds(recording))} decode rounds, and none after the first {SKIPPED_ROUNDS} is "
-        "followed by one of the same kind, which an interval report needs; raise --max-tokens, or add --ignore-eos"
-    )
+    steady: dict[bool, list[RoundIntervals]] = {}
+    for drafted in (True, False):
+        usual = next((kind for kind, _ in kinds.most_common() if (DRAFT in kind) == drafted), None)
+        steady[drafted] = [
+            measure(round_, following, recording, busy)
+            for round_, following in pairwise(rounds[SKIPPED_ROUNDS:])
+            if usual == frozenset(round_.stages) == frozenset(following.stages)
+        ]
+    return SteadyRounds(len(rounds), steady)
 
 
 def measure(round_: TracedRound, following: TracedRound, recording: Recording, busy: Sequence[Span]) -> RoundIntervals:
