@@ -22,7 +22,6 @@ from sparkgap.engine.speculation import (
     drafting_sequences,
     find_drafter,
     find_shipped_drafter,
-    schedules_lookups,
     schedules_prefixes,
 )
 from sparkgap.errors import ConfigError
@@ -149,14 +148,16 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
     sampler = Sampler(checkpoint.name, eos_token_ids, draw)
     captures = use_graphs and isinstance(kernels, NativeKernels)
     facts = _engine_facts(config, captures, chosen)
-    schedules = _schedules(config, chosen, target, refusals(facts))
+    # How rounds speculate; None where they do not.
+    wanted = chosen.config if chosen is not None else config.speculative_config if config.lookup_tokens else None
+    schedules = wanted is not None and schedules_prefixes(wanted, chosen, target, refusals(facts))
     speculation = None if chosen is None else _speculation(chosen, target, draft_caches, max_model_len)
     passes = Passes(target, caches, None if speculation is None else speculation.draft_model)
     if captures and isinstance(kernels, NativeKernels):
         passes = _capture(config, kernels, passes, speculation, max_model_len)
     if speculation is not None:
         runner: PlainRunner = SpeculativeRunner(target, caches, sampler, speculation, passes)
-    elif config.lookup_tokens and (lookup := _prompt_lookup(config.speculative_config)) is not None:
+    elif (lookup := _prompt_lookup(wanted)) is not None:
         runner = LookupRunner(target, caches, sampler, lookup, config.lookup_tokens, max_model_len, passes)
     else:
         runner = PlainRunner(target, caches, sampler, passes)
@@ -167,6 +168,7 @@ def load_engine(config: EngineConfig, progress: ProgressReporter | None = None) 
         kernels,
         facts,
         max_model_len,
+        lookup_lengths=None if wanted is None else wanted.lookup_lengths,
         max_drafting=None if chosen is None else drafting_sequences(chosen, target, schedules),
         prefix_scheduling=schedules,
     )
@@ -357,16 +359,6 @@ def _engine_facts(config: EngineConfig, captured: bool, chosen: ChosenDrafter | 
     )
 
 
-def _schedules(
-    config: EngineConfig, chosen: ChosenDrafter | None, target: Decoder, pipeline_refusals: Seq[str]
-) -> bool:
-    """Whether the device chooses how many draft tokens a round verifies."""
-    if chosen is not None:
-        return schedules_prefixes(chosen, target, pipeline_refusals)
-    wanted = config.speculative_config
-    return bool(config.lookup_tokens) and wanted is not None and schedules_lookups(wanted, target, pipeline_refusals)
-
-
 def _chain(
     config: EngineConfig,
     runner: PlainRunner,
@@ -375,6 +367,7 @@ def _chain(
     facts: EngineFacts,
     max_model_len: int,
     *,
+    lookup_lengths: tuple[int, int] | None,
     max_drafting: int | None,
     prefix_scheduling: bool,
 ) -> PipelinedRunner | None:
@@ -391,16 +384,13 @@ def _chain(
         )
     if reasons or not (isinstance(passes, CapturedPasses) and isinstance(kernels, NativeKernels)):
         return None
-    lookup = runner.lookup if isinstance(runner, LookupRunner) else None
-    if isinstance(runner, SpeculativeRunner):
-        lookup = runner.speculation.lookup
     pipeline = Pipeline(
         passes,
         kernels,
         max_sequences=config.max_num_seqs,
         max_model_len=max_model_len,
         counters=passes.counters,
-        lookup_lengths=None if lookup is None else (lookup.shortest, lookup.longest),
+        lookup_lengths=lookup_lengths,
         lookup_tokens=config.lookup_tokens,
         max_drafting=max_drafting,
         prefix_scheduling=prefix_scheduling,

@@ -137,42 +137,34 @@ def drafting_sequences(chosen: ChosenDrafter, target: Decoder, schedules_prefixe
     return max(paying // (2 * chosen.num_speculative_tokens + 1), 1)
 
 
-def schedules_prefixes(chosen: ChosenDrafter, target: Decoder, pipeline_refusals: Sequence[str]) -> bool:
+def schedules_prefixes(
+    config: SpeculativeConfig, chosen: ChosenDrafter | None, target: Decoder, pipeline_refusals: Sequence[str]
+) -> bool:
     """Whether the device chooses how many draft tokens a round verifies.
 
     Args:
-        chosen: the drafter.
+        config: what was asked for.
+        chosen: the drafter; None where draft tokens are only looked up, which needs no confidences.
         target: what verifies.
         pipeline_refusals: why rounds are not chained on the device; none where they are.
 
     Raises:
         ConfigError: it is to, and cannot: the host carries the rounds, or the drafter gives no confidences.
     """
-    wanted, drafter = chosen.config.prefix_scheduling, chosen.drafter.config
-    if wanted and pipeline_refusals:
-        raise _needs_pipeline(pipeline_refusals)
-    if wanted and not drafter.settings.confidence_head:
-        raise ConfigError(
-            f"prefix_scheduling goes by confidences, and drafter {drafter.name} has no confidence head; leave it out"
-        )
-    if pipeline_refusals or chosen.num_speculative_tokens == 1:
-        return False
-    return drafter.settings.confidence_head and _reads_weights(target) if wanted is None else wanted
-
-
-def schedules_lookups(config: SpeculativeConfig, target: Decoder, pipeline_refusals: Sequence[str]) -> bool:
-    """The same without a drafter, where draft tokens are only looked up.
-
-    Args and errors as `schedules_prefixes`.
-    """
     wanted = config.prefix_scheduling
     if wanted and pipeline_refusals:
-        raise _needs_pipeline(pipeline_refusals)
-    return not pipeline_refusals and (_reads_weights(target) if wanted is None else wanted)
-
-
-def _needs_pipeline(refusals: Sequence[str]) -> ConfigError:
-    return ConfigError(f"prefix_scheduling needs the task pipeline, and {'; '.join(refusals)}; leave one of them out")
+        raise ConfigError(
+            f"prefix_scheduling needs the task pipeline, and {'; '.join(pipeline_refusals)}; leave one of them out"
+        )
+    knows_chances = chosen is None or chosen.drafter.config.settings.confidence_head
+    if wanted and chosen is not None and not knows_chances:
+        name = chosen.drafter.config.name
+        raise ConfigError(
+            f"prefix_scheduling goes by confidences, and drafter {name} has no confidence head; leave it out"
+        )
+    if pipeline_refusals or (chosen is not None and chosen.num_speculative_tokens == 1):
+        return False
+    return knows_chances and _reads_weights(target) if wanted is None else wanted
 
 
 def _reads_weights(target: Decoder) -> bool:
